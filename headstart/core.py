@@ -266,7 +266,7 @@ class TokenCounts:
 
 @dataclass(eq=False)
 class Sequence:
-    """One choice of a request: committed tokens and what has been computed of them.
+    """One choice of a request: its committed tokens, and how far their states are computed.
 
     Invariant between steps: 0 <= num_computed <= len(tokens) - 1. Trunk KV and hidden states are valid for positions
     below num_computed, KV of the drafter's network i for positions below filled[i].

@@ -14,7 +14,7 @@ POINTERS = {
 }
 PAGES = (b"<!doctype", b"<html", b"<?xml")
 ANSWERS = (b"Entry not found", b"Repository not found", b"Invalid username", b"Invalid credentials", b"Access to ")
-"""Beginnings of what the Hub answers instead of a file."""
+"""Beginnings of the Hub's error texts, which some programs save in place of the file."""
 PARTIAL = (".incomplete", ".part", ".crdownload", ".aria2", ".tmp", ".download")
 """Endings of files that a downloader has not finished."""
 

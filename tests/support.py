@@ -452,3 +452,29 @@ class OracleDrafter(Drafter):
 
     def release(self, sequence: Sequence) -> None:
         self.released += 1
+
+
+def record_passes(engine: Any) -> list[tuple[str, int]]:
+    """(program, number of rows) of each pass from now on; the list grows."""
+    passes: list[tuple[str, int]] = []
+    original = engine.runner.run
+
+    def run(handle: Any, program: str, rows: Any, **more: Any) -> Any:
+        passes.append((program, sum(len(part.token_ids) for part in rows)))
+        return original(handle, program, rows, **more)
+
+    engine.runner.run = run
+    return passes
+
+
+def record_drafts(engine: Any) -> list[tuple[list[int], list[int]]]:
+    """(committed tokens, drafted tokens) of each draft from now on; the list grows."""
+    drafts: list[tuple[list[int], list[int]]] = []
+    propose = engine.drafting.drafter.propose
+
+    def recorded(requests: Any) -> None:
+        propose(requests)
+        drafts.extend((list(each.sequence.tokens), list(each.sequence.draft.tokens)) for each in requests)
+
+    engine.drafting.drafter.propose = recorded
+    return drafts

@@ -129,7 +129,7 @@ TRUNK, STATE = -1, -2
 class BlockPart:
     """The part of a block that is stored as one file: `slots` slots of each pool, or one recurrent state."""
 
-    name: str  # 32 hex digits: digest of all that the bits depend on, besides the tokens
+    name: str  # 32 hex digits: digest of version, backend, weights and configuration (engine/build.py)
     backend: Backend
     pools: Seq[Pool]
     slots: int

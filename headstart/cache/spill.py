@@ -364,8 +364,7 @@ class KVSpill:
             assert item.block is not None
             item.block.stored_at.pop(item.number, None)
             pool.release(item.block)
-        while pool.num_free < wanted and self._held:
-            self._free(self._held.popitem()[1])
+        self._free_held(wanted)
         if pool.num_free < wanted and self._loads:
             for load in self._loads:
                 self._give_up(load)
@@ -373,8 +372,11 @@ class KVSpill:
             while self._loads and time.monotonic() < ends:
                 self._came.wait(PATIENCE / 20)
                 self._absorb()
-            while pool.num_free < wanted and self._held:
-                self._free(self._held.popitem()[1])
+            self._free_held(wanted)
+
+    def _free_held(self, wanted: int) -> None:
+        while self._pool.num_free < wanted and self._held:
+            self._free(self._held.popitem()[1])
 
     def _take_unsaved(self, wanted: int) -> list[BlockTransfer]:
         """Removes queued saves of up to `wanted` blocks that nothing else references, latest blocks first."""

@@ -19,7 +19,7 @@ from headstart.errors import UsageError
 from headstart.heads.base import Head, HeadNetwork
 from headstart.kernels.draft_loop import PendingSample
 from headstart.kernels.ops import Buffer
-from headstart.layers.build import lm_head_tensor
+from headstart.layers.build import raw_lm_head
 from headstart.layers.linear import Linear
 
 MAX_EARLY_PAIRS = 4
@@ -135,14 +135,11 @@ class HeadDrafter(base.Drafter):
 
 def lm_head_of(target: base.TargetModel, head: Head, token_ids: NDArray[np.int64] | None) -> Linear:
     """The head's own LM head, else the trunk's; only the rows of `token_ids` (ascending target ids) if given."""
-    weights, config = target.weights, target.config
     if head.lm_head is not None and (token_ids is None or head.draft_token_ids is not None):
         return head.lm_head
     if token_ids is None:
         return target.model.lm_head
-    rows = head.lm_rows
-    if rows is None:
-        rows = weights.raw(lm_head_tensor(weights, config), (config.vocab_size, config.hidden_size))
+    rows = raw_lm_head(target.weights, target.config) if head.lm_rows is None else head.lm_rows
     return Linear(target.backend.weight(rows.take_rows(token_ids), drafts=True))
 
 

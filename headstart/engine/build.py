@@ -301,8 +301,8 @@ def open_spill(runner: Runner, memory: KVCacheManager, model: Model, config: Eng
 
 
 def block_parts(runner: Runner, model: Model, config: EngineConfig) -> dict[int, BlockPart]:
-    """Parts of a block that are stored in files, by part number. A part's name is a digest of all that its bits depend
-    on: version, backend, weights, configuration, and for a head its own files."""
+    """Parts of a block that are stored in files, by part number. A part's name is a digest of version,
+    backend, weights, configuration, and for a head its own files."""
     backend, pools = model.backend, runner.stored()
     files = model.checkpoint.files
     weights = files_digest(files) if files else weights_fingerprint(model.weights.tensors)

@@ -24,7 +24,7 @@ WARM_UP, STEPS, ROUNDS = 1, 2, 3
 """Steps per depth and round. With several rounds a temporary slowdown affects all depths, and CostCurve.fit, which
 takes the lower quartile, ignores it."""
 PLAN = ((1, (0, 1, 3, 7, 2, 5)), (4, (0, 3)), (16, (0, 3)), (1, (11,)), (64, (0, 3)))
-"""(number of sequences, depths), most important first; what is not reached in time is extrapolated."""
+"""(number of sequences, depths), most important first. Costs that are not measured in time are extrapolated."""
 MIN_CONTEXT = 8  # shorter contexts are not measured
 LONG, LONG_DEPTH = 448, 3  # prompt tokens and depth of the long sequence
 MAX_REACH = 0.5
@@ -97,7 +97,7 @@ def _discard(deltas: Any) -> None:
 
 
 def calibrate(engine: Engine) -> Costs:
-    """Measures costs within MAX_SECONDS; what was not reached is extrapolated. The engine must be idle."""
+    """Measures costs within MAX_SECONDS, and extrapolates the others. The engine must be idle."""
     if engine.max_length < MIN_CONTEXT:
         return Costs.unknown()
     begun = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Drafting between passes: which sequences get a draft and how deep, what is learned, and pauses of a failed head."""
+"""Drafting between passes: chooses sequences and depths, learns from results, and pauses a failed head."""
 
 import logging
 import time

@@ -22,7 +22,7 @@ from headstart.heads.kind import HeadCheckpoint, head_kind
 from headstart.kernels.backend import SharesThreads, open_backend, select_backend
 from headstart.kernels.ops import Backend
 from headstart.kernels.streamed import StreamedBackend
-from headstart.layers.build import DecoderConfig, lm_head_tensor
+from headstart.layers.build import DecoderConfig, raw_lm_head
 from headstart.layers.decoder import Decoder
 from headstart.layers.linear import Linear
 from headstart.layers.vision import VisionNetwork
@@ -240,9 +240,8 @@ def _tokenizer(checkpoint: Checkpoint, *, same_size: bool) -> Tokenizer | None:
 
 def _with_rows(loaded: LoadedDecoder, rows: list[int]) -> Decoder:
     """The decoder with only these rows in its LM head."""
-    weights, config = loaded.weights, loaded.config
-    whole = weights.raw(lm_head_tensor(weights, config), (config.vocab_size, config.hidden_size))
-    return replace(loaded.decoder, lm_head=Linear(weights.take(whole.take_rows(np.array(rows)))))
+    chosen = raw_lm_head(loaded.weights, loaded.config).take_rows(np.array(rows))
+    return replace(loaded.decoder, lm_head=Linear(loaded.weights.take(chosen)))
 
 
 def load_model(

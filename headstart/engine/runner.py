@@ -352,7 +352,7 @@ class Runner:
         return self.backend.buffer(inputs)
 
     def keep_leaves(self, spans: Seq[Span], results: Seq[VerifyResult]) -> None:
-        """Moves what a pass stored of accepted leaves to the slots of their positions."""
+        """Copies KV and hidden states of accepted leaves to the slots of their positions."""
         sources, targets = list[int](), list[int]()
         for span, result in zip(spans, results, strict=True):
             if result.leaf is not None:

@@ -170,7 +170,7 @@ class Scheduler:
         return spans
 
     def _extend(self, sequence: Sequence, budget: int, spans: list[Span], num_following: int = 0) -> int:
-        """Appends the span of a running sequence, cut so that all that follow get a row; returns its rows."""
+        """Appends the span of a running sequence, cut so that later ones get a row each; returns its number of rows."""
         pending = len(sequence.tokens) - sequence.num_computed
         rows_left = budget - pending - num_following
         if sequence.draft.num_rows > max(rows_left, 0):

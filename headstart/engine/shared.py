@@ -133,7 +133,7 @@ class SharedEngine:
         return sequences
 
     def wait(self, inbox: Inbox) -> None:
-        """Returns when the inbox has a delta, or after one step. Raises what the step raises, and GenerationError if
+        """Returns when the inbox has a delta, or after one step. Raises an error of the step, and GenerationError if
         deltas of this inbox were lost in another caller's step."""
         if not inbox.deltas and not inbox.lost:
             with self._lock:

@@ -90,7 +90,7 @@ class AttentionSpec:
         return self.value_dim or self.head_dim
 
 
-KVSpec = AttentionSpec | IndexSpec | CompressSpec  # what a layer stores per position in a KV pool
+KVSpec = AttentionSpec | IndexSpec | CompressSpec  # entries of a layer in a KV pool, one per position
 
 
 @dataclass(frozen=True, eq=False)

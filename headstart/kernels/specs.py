@@ -146,7 +146,7 @@ class ScanSpec:
         return self.channels + self.num_heads
 
 
-StateSpec = ConvSpec | DeltaSpec | ScanSpec  # what a recurrent layer stores per sequence, in place of keys and values
+StateSpec = ConvSpec | DeltaSpec | ScanSpec  # state of a recurrent layer, one per sequence
 
 
 class _OneKeyHead:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
+from headstart.kernels.ops import RawTensor
 from headstart.kernels.specs import StreamSpec
 from headstart.layers.altup import AltUpConfig
 from headstart.layers.costs import DecoderCost, LayerCost, num_elements, num_table_elements
@@ -134,3 +135,8 @@ def _build_streams(weights: Weights, config: DecoderConfig) -> StreamExpansion |
 def lm_head_tensor(weights: Weights, config: DecoderConfig) -> str:
     """Name of the LM head's tensor, which is the embedding when the two are tied."""
     return "embed_tokens.weight" if config.tied or not weights.has("lm_head.weight") else "lm_head.weight"
+
+
+def raw_lm_head(weights: Weights, config: DecoderConfig) -> RawTensor:
+    """The LM head's tensor [vocabulary, hidden size] in the file's encoding."""
+    return weights.raw(lm_head_tensor(weights, config), (config.vocab_size, config.hidden_size))

@@ -11,7 +11,7 @@ from headstart.layers.weights import Shapes, Weights
 
 
 class MixerConfig:
-    """Describes a mixer: what it caches and reads, its tensors, its cost."""
+    """Describes a mixer: its caches, inputs, tensors and cost."""
 
     @property
     def num_kernels(self) -> int:

@@ -188,7 +188,7 @@ def _query_and_gate(name: str, tensor: RawTensor, mixer: AttentionConfig) -> dic
     """Splits q_proj, whose rows are [query, gate] for each head, into q_proj and gate_proj."""
     spec = mixer.spec
     if tensor.shape[0] != 2 * spec.num_heads * spec.head_dim:
-        return {name: tensor, name.replace("q_proj", "gate_proj"): tensor}  # the loader says what is wrong
+        return {name: tensor, name.replace("q_proj", "gate_proj"): tensor}  # the loader reports the wrong shape
     rows = np.arange(tensor.shape[0], dtype=np.int64).reshape(spec.num_heads, 2, -1)
     parts = (RowSubset(tensor, rows[:, part].reshape(-1)) for part in (0, 1))
     return dict(zip((name, name.replace("q_proj", "gate_proj")), parts, strict=True))

@@ -101,7 +101,7 @@ def _taps(name: str, parts: list[RawTensor | None], config: KDAConfig) -> RawTen
     """[channels, (1,) width] of q, k and v -> [width * 3 channels], so that a tap's channels lie side by side."""
     shape = (config.inner, config.conv_width)
     if any(part is None or math.prod(part.shape) != math.prod(shape) for part in parts):
-        return None  # the loader then says what is missing
+        return None  # the loader then reports the missing tensor
     taps = np.concatenate([part.float32().reshape(shape) for part in parts if part is not None]).T.reshape(-1)
     return make_tensor(name, taps.shape, "F32", np.ascontiguousarray(taps).view(np.uint8))
 

@@ -57,7 +57,7 @@ def fit_adapter(
         tensors = _in_the_same_format(adapter, checkpoint, family, config)
     else:
         tensors = _in_another_format(adapter, checkpoint, family, config)
-    weights = Weights(tensors, _Collector(), str(adapter.path))  # type: ignore[arg-type]  # all that building calls
+    weights = Weights(tensors, _Collector(), str(adapter.path))  # type: ignore[arg-type]  # it has the methods that `build` calls
     family.build(weights, config)
     found: list[LowRank | None] = weights.converted
     if left := adapter.tensors.keys() - {each.name for each in found if each}:

@@ -34,7 +34,7 @@ class ResponseOptions:
     reasoning: bool = True
     usage: bool = False  # a last chunk with usage
     continuous_usage: bool = False  # usage in every chunk
-    passes: bool = False  # chunks report each pass of the model: what was drafted and accepted
+    passes: bool = False  # chunks report the drafted and accepted tokens of each pass
     is_recordable: bool = True  # `serve --record` may keep the text
 
     @classmethod

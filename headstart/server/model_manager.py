@@ -92,8 +92,8 @@ class ServedModel:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hexadecimal digits of a hash over model, options and version: all that responses depend on besides the
-        request. A server may continue responses of servers with the same fingerprint."""
+        """16 hexadecimal digits of a hash over model, options and version. Apart from these a response depends on the
+        request only: a server may continue responses of servers with the same fingerprint."""
         model, config, template = self.llm.model, self.llm.config, self.llm.chat_template
         stamps, sources = hub.file_stamps(model.checkpoint.files), template and sorted(template.sources.items())
         options = [config.dtype, config.rounding, config.rule, config.kv_cache_dtype, config.quantization, config.seed]

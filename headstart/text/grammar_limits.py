@@ -58,7 +58,7 @@ _LARGE_REPEAT = re.compile(r"\{\s*\d*\s*,?\s*\d{3,}|\{[^}]*\}[^{}]*\{|~")
 
 
 def check(kind: str, value: Any) -> None:
-    """Raise UsageError for a constraint's value beyond LIMITS. Stops at the first excess, so it is always quick."""
+    """Raise UsageError for a constraint's value beyond LIMITS. Stops at the first excess."""
     if kind in ("regex", "grammar") and isinstance(value, str):
         _check_count(len(value), LIMITS.text_bytes, kind, "characters")
         if kind == "grammar":

@@ -32,7 +32,7 @@ class ImageFormat:
     merge: int  # patches in a row and in a column of a token
     mean: tuple[float, ...] = (0.5, 0.5, 0.5)  # of red, green and blue, subtracted from values in 0..1
     std: tuple[float, ...] = (0.5, 0.5, 0.5)  # divides them
-    placeholder: str  # what the chat template writes for an image
+    placeholder: str  # the chat template's text for an image
     marker: str  # special token in it, which is replaced by `begin`, the rows and `end`
     begin: str = ""  # special tokens before and behind the rows; empty: none
     end: str = ""

@@ -89,7 +89,7 @@ class MeasuredSpeedup:
 
     @property
     def needed(self) -> float:
-        """The acceptance length at which drafting costs what it saves: (t(depth + 1) + draft) / t(1)."""
+        """The acceptance length at which drafting takes as long as plain decoding: (t(depth + 1) + draft) / t(1)."""
         one, rows, draft = self.costs
         return (rows + draft) / one
 

@@ -97,14 +97,7 @@ def test_a_draft_is_a_pass_over_what_came_and_one_over_the_block(backend: str, r
         "backend": backend, "dtype": EXACT[backend], "enable_prefix_caching": False, "rule": rule, "block_size": 16,
     }  # fmt: skip
     engine = support.make(replace(model, head=attach_head(model, written("dspark"))), depth=3, **settings)
-    passes: list[tuple[str, int]] = []
-    original = engine.runner.run
-
-    def noted(handle: Any, program: str, rows: Any, **more: Any) -> Any:
-        passes.append((program, sum(len(part.token_ids) for part in rows)))
-        return original(handle, program, rows, **more)
-
-    engine.runner.run = noted
+    passes = support.record_passes(engine)
     done = support.run(engine, [support.request(support.prompt_of(21, 3), max_tokens=16, stops=())])
     assert len(done["r", 0].tokens) == 16
     blocks = [rows for name, rows in passes if name == "block"]

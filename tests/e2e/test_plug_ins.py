@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import family_of, make, new_folder, prompt_of, request, run, varied_requests, write_model
+from support import family_of, make, new_folder, prompt_of, record_passes, request, run, varied_requests, write_model
 
 from headstart import registry
 from headstart.config import EngineConfig
@@ -77,14 +77,7 @@ def test_a_second_model_like_the_first_is_always_right(backend: str, monkeypatch
 def test_a_block_is_one_pass_and_catches_up_once() -> None:
     """One pass of the drafter's own network for a draft of any depth, and none again over what it has seen."""
     engine = make(trunk("reference"), drafter="acme_block", depth=3, enable_prefix_caching=False)
-    passes: list[tuple[str, int]] = []
-    original = engine.runner.run
-
-    def noted(handle: Any, program: str, rows: Any, **more: Any) -> Any:
-        passes.append((program, sum(len(part.token_ids) for part in rows)))
-        return original(handle, program, rows, **more)
-
-    engine.runner.run = noted  # type: ignore[method-assign]
+    passes = record_passes(engine)
     prompt = prompt_of(21, 3)
     done = run(engine, [request(prompt, max_tokens=16, stops=())])
     tokens = len(done["r", 0].tokens)

@@ -207,17 +207,8 @@ def test_drafts_of_the_engine_are_the_formula(variant: str, tmp_path: Path) -> N
     model = replace(model, head=attach_head(model, path := written(model, tmp_path / "head", **VARIANTS[variant])))
     t = doubles(path)
     engine = support.make(model, depth=3, drafter="block", max_num_batched_tokens=16)
-    drafter, runner, block, lm_head = (
-        engine.drafting.drafter, engine.runner, model.head.spec.block, model.decoder.lm_head.weight,
-    )  # fmt: skip
-    made: list[tuple[list[int], list[int]]] = []
-    original = drafter.propose
-
-    def noted(requests: Any) -> None:
-        original(requests)
-        made.extend((list(request.sequence.tokens), list(request.sequence.draft.tokens)) for request in requests)
-
-    drafter.propose = noted
+    runner, block, lm_head = engine.runner, model.head.spec.block, model.decoder.lm_head.weight
+    made = support.record_drafts(engine)
     prompts = [support.prompt_of(30, 1), support.prompt_of(30, 1)[:20] + support.prompt_of(5, 2)]
     for i, prompt in enumerate(prompts):
         support.run(engine, [support.request(prompt, name=f"r{i}", max_tokens=12, stops=())])

@@ -181,14 +181,7 @@ def test_peagle_drafts_as_trained(tmp_path: Path, backend: str) -> None:
     model = replace(model, head=attach_head(model, path))
     assert model.head.spec.depth_limit == 5
     engine = support.make(model, drafter="peagle", depth=4, max_num_batched_tokens=8, **settings)
-    drafts: list[tuple[list[int], list[int]]] = []
-    propose = engine.drafting.drafter.propose
-
-    def noted(asked: Any) -> None:
-        propose(asked)
-        drafts.extend((list(each.sequence.tokens), list(each.sequence.draft.tokens)) for each in asked)
-
-    engine.drafting.drafter.propose = noted
+    drafts = support.record_drafts(engine)
     assert {k: each.tokens for k, each in support.run(engine, requests).items()} == {
         k: each.tokens for k, each in plain.items()
     }

@@ -205,7 +205,7 @@ class PackedCache:
 
     def put(self, tensor: RawTensor, matrix: Matrix) -> Matrix:
         """Keep a matrix for `save`; returns it. Raises CapacityError if it fits neither the memory nor the disk."""
-        if self.in_file and not self._entries:  # what a written file lacks, say another head, stays in memory
+        if self.in_file and not self._entries:  # a written file is not extended: other matrices stay in memory
             return self._put_in_file(_identity(tensor), matrix)
         if self.path:
             self._new[_identity(tensor)] = matrix

@@ -318,7 +318,7 @@ class JsonValueParser(Parser):
             sink("," + "".join(gap))
 
     def _item(self, sink: Sink, closers: list[str], expected: str) -> Steps[str]:
-        """Read a key, a scalar value, or an opening bracket; returns what is expected next, as in `_container`."""
+        """Read a key, a scalar value, or an opening bracket; returns the next expected element, as in `_container`."""
         mark = yield from self._peek()
         is_key = expected == "item" and closers[-1:] == ["}"]
         if mark in _CLOSER and not is_key:

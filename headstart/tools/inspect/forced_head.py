@@ -12,7 +12,7 @@ from headstart.engine.runner import whole_sequences_plan
 from headstart.heads.base import Head
 from headstart.heads.kind import head_kind
 from headstart.kernels.ops import Pool, StepInputs
-from headstart.layers.build import lm_head_tensor
+from headstart.layers.build import raw_lm_head
 from headstart.layers.decoder import join_pools, tapped_layers
 from headstart.layers.linear import Linear
 from headstart.stats import DraftStats
@@ -98,11 +98,11 @@ class ForcedHead:
 
     def _shared_lm_head(self, ids: Ids | None) -> Linear:
         """The trunk's LM head, or its rows `ids`."""
-        model, config = self.trunk.model, self.trunk.model.config
+        model = self.trunk.model
         if ids is None:
             return model.decoder.lm_head
-        rows = model.weights.raw(lm_head_tensor(model.weights, config), (config.vocab_size, config.hidden_size))
-        return Linear(model.backend.weight(rows.take_rows(ids), drafts=True))
+        rows = raw_lm_head(model.weights, model.config).take_rows(ids)
+        return Linear(model.backend.weight(rows, drafts=True))
 
 
 class _Steps:

@@ -26,7 +26,7 @@ class HeadReading(NamedTuple):
     """One other reading of a head."""
 
     what: str  # description, such as "the hidden state before the embedding"
-    fix: str  # what makes engines read the weights like this
+    fix: str  # the change after which engines read the weights like this
     head: Callable[[], Head]
 
 

@@ -38,6 +38,11 @@ def at_least(version: Version, bound: str) -> bool:
     return sort_key(version) >= sort_key(parse_version(bound))
 
 
+def is_within(version: Version, since: str, until: str | None) -> bool:
+    """Returns whether a version is `since` or newer, and older than `until` (None: no bound)."""
+    return at_least(version, since) and (until is None or not at_least(version, until))
+
+
 def version_text(version: Version) -> str:
     return ".".join(map(str, version))
 
@@ -294,7 +299,7 @@ class EngineRule:
 
     def is_broken(self, version: Version, entries: Mapping[str, Any]) -> bool:
         """Returns whether all conditions of `when` hold. A condition on an unknown value does not hold."""
-        if not at_least(version, self.since) or (self.until is not None and at_least(version, self.until)):
+        if not is_within(version, self.since, self.until):
             return False
         try:
             return all(_holds(entries, name, condition) for name, condition in self.when.items())

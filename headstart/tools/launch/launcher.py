@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from headstart.errors import UsageError
 from headstart.formats.json_object import read_packaged
-from headstart.tools.launch.arguments import Version, at_least, parse_version, published, version_text
+from headstart.tools.launch.arguments import Version, is_within, parse_version, published, version_text
 from headstart.tools.launch.command_line import CommandLine
 from headstart.tools.launch.model_facts import ModelFacts
 from headstart.tools.launch.spec import PLATFORMS, LaunchPlan, LaunchSpec, LaunchStep, option_flag
@@ -28,7 +28,7 @@ class EngineFlag:
     until: str | None = None  # first version without the flag
 
     def serves(self, version: Version) -> bool:
-        return at_least(version, self.since) and (self.until is None or not at_least(version, self.until))
+        return is_within(version, self.since, self.until)
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ METRICS_READS, METRICS_POLL_S = 10, 0.3  # some engines update counters late: me
 
 
 def check_drafting(servers: ServerGroup, spec: LaunchSpec, progress: Progress) -> dict[str, Any]:
-    """Sends warm-up prompts and returns what the engines drafted meanwhile (`draft_summary`). With several drafting
+    """Sends warm-up prompts and returns the engines' drafting meanwhile (`draft_summary`). With several drafting
     engines, `servers` has the summary of each."""
     front = Endpoint(servers.front.server)
     drafting = [each for each in servers.engines if each.step.role != "prefill"]
