@@ -97,6 +97,9 @@ class EngineConfig:
         None,
         "Head or draft model: a directory with a trained head, or a smaller model of the same tokens, by path or name.",
     )
+    mmproj: str | None = _flag(
+        None, "Vision tower of a GGUF model: llama.cpp's mmproj file. Default: the one in the model's folder."
+    )
     depth: Depth = _flag(
         AUTO,
         f"Tokens drafted per pass, 0 (plain decoding) to {MAX_DEPTH}, or auto: chosen at each step by its speed.",
@@ -196,6 +199,8 @@ class EngineConfig:
             raise UsageError(f"--lora: two adapters are named {twice}", "give each a name of its own")
         if missing := next((path for _, path in self.adapters if not _exists(path)), None):
             raise UsageError(f"--lora: {missing} does not exist", "give a PEFT directory or a GGUF adapter: NAME=PATH")
+        if self.mmproj is not None and not _is_file(self.mmproj):
+            raise UsageError(f"--mmproj: {self.mmproj} is not a file", "give llama.cpp's mmproj-*.gguf")
         if self.lookup_corpus is not None and not _is_file(self.lookup_corpus):
             raise UsageError(f"--lookup-corpus: {self.lookup_corpus} is not a file", "give a text file in UTF-8")
 

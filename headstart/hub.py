@@ -309,8 +309,11 @@ def _only_gguf(repo: str, revision: str, snapshot: Path) -> Path:
             listed = list_repo_files(repo, revision=revision or None)
     except UsageError:
         listed = [file.name for file in snapshot.iterdir()]
-    files = fnmatch.filter(listed, "*.gguf")
+    towers = sorted(fnmatch.filter(listed, "*mmproj*.gguf"))
+    files = [file for file in fnmatch.filter(listed, "*.gguf") if file not in towers]
     if len(files) == 1:
+        for file in towers[:1]:
+            _hub_file(repo, file, revision)
         return _hub_file(repo, files[0], revision)
     if not files:
         raise UsageError(f"{repo} has neither safetensors nor GGUF files", "choose another repo")

@@ -15,7 +15,7 @@ ARCH = {
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe", "glm4_moe": "glm4moe",
     "deepseek_v3": "deepseek2", "qwen3_next": "qwen3next", "qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe",
     "smollm3": "smollm3", "gemma3_text": "gemma3", "gemma4_text": "gemma4", "lfm2": "lfm2", "lfm2_moe": "lfm2moe",
-    "gpt_oss": "gpt-oss",
+    "gpt_oss": "gpt-oss", "qwen2_5_vl_text": "qwen2vl", "qwen3_vl_text": "qwen3vl",
 }  # fmt: skip
 """model_type -> llama.cpp's architecture."""
 HYBRID = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
@@ -80,17 +80,19 @@ def write_gguf(
     listed: bool = True,
     quantized: gguf.GGMLQuantizationType | None = None,
     part: str = "_exps.",
+    vocabulary: Callable[[gguf.GGUFWriter], None] | None = None,
     more: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
 ) -> Path:
     """`config` and `arrays` as Hugging Face has them. `listed`: which layers are recurrent is written one by one, as
-    newer converters do; `quantized`: what tensors whose names have this part are; `more` adds keys and tensors."""
+    newer converters do; `quantized`: what tensors whose names have this part are; `vocabulary` writes the tokenizer;
+    `more` adds keys and tensors."""
     writer = gguf.GGUFWriter(path, ARCH[config["model_type"]])
     tensors = llama_tensors(config, arrays)
     _write_sizes(writer, config, tensors, listed=listed)
     _write_rope(writer, config, tensors)
     if config["model_type"] == "gemma4_text":
         _write_gemma4(writer, config, tensors)
-    add_vocabulary(writer, config["vocab_size"])
+    vocabulary(writer) if vocabulary else add_vocabulary(writer, config["vocab_size"])
     more(writer)
     for name, array in tensors.items():
         if quantized is not None and part in name:

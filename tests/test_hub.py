@@ -189,6 +189,11 @@ def test_repos_with_gguf_files_only(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("huggingface_hub.hf_hub_download", asked)
     assert str(hub.resolve("org/model")) == "org/model:a.gguf"
     assert str(hub.resolve("org/model/b.gguf")) == "org/model:b.gguf"
+    listed.append("mmproj-F16.gguf")  # the vision tower of the same model
+    fetched = list[str]()
+    noted = lambda repo, file, **more: fetched.append(file) or asked(repo, file, **more)  # noqa: E731
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", noted)
+    assert str(hub.resolve("org/model")) == "org/model:a.gguf" and "mmproj-F16.gguf" in fetched
     listed.append("b.gguf")
     with pytest.raises(UsageError, match="2 GGUF files") as caught:
         hub.resolve("org/model@main")

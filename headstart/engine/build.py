@@ -304,7 +304,7 @@ def block_parts(runner: Runner, model: Model, config: EngineConfig) -> dict[int,
     """Parts of a block that are stored in files, by part number. A part's name is a digest of version,
     backend, weights, configuration, and for a head its own files."""
     backend, pools = model.backend, runner.stored()
-    files = model.checkpoint.files
+    files = [*model.checkpoint.files, *filter(None, [model.checkpoint.projector])]
     weights = files_digest(files) if files else weights_fingerprint(model.weights.tensors)
     common = [__version__, backend.fingerprint(), weights, repr(model.config), config.block_size]
     tap = repr(getattr(runner.trunk.network, "tap", None))

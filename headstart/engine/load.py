@@ -257,6 +257,8 @@ def load_model(
     select_backend(config)  # fails before anything is downloaded
     alias = hub.resolve_alias(name)
     checkpoint = open_checkpoint(alias.trunk)
+    if config.mmproj is not None:
+        checkpoint = replace(checkpoint, projector=Path(config.mmproj).expanduser())
     check_format(checkpoint, config)
     backend: Backend
     if streamed:
@@ -278,6 +280,8 @@ def load_model(
         if not tokenizer.done():  # large vocabularies take seconds at their first start
             backend.loaded(partly=True)
     found, network, no_tower = load_vision(checkpoint, loaded.family, loaded.config, backend)
+    if config.mmproj is not None and no_tower:
+        raise UsageError(f"--mmproj: {no_tower}")
     model = Model(
         name=name or alias.name, checkpoint=checkpoint, family=loaded.family,
         config=loaded.config if heads.num_modules is None else replace(loaded.config, num_mtp=heads.num_modules),

@@ -347,6 +347,7 @@ class Checkpoint:
     files: tuple[Path, ...] = ()  # files that hold `tensors`
     generation_config: dict[str, Any] = field(default_factory=dict)
     stray: dict[str, Tensor] = field(default_factory=dict)
+    projector: Path | None = None  # llama.cpp's file of the model's vision tower
     name: str = ""  # the name that the user gave; default: the path
     load_tokenizer: Callable[[], Tokenizer] = _no_tokenizer
     chat_template: Callable[[], ChatTemplate | None] = lambda: None

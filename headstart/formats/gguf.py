@@ -37,8 +37,15 @@ def detect(path: Path) -> bool:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a GGUF file with all its parts. Raises ModelError for a damaged file or one without a model."""
-    return join_files(path, [read(part) for part in parts_of(path)])
+    """Open a GGUF file with all its parts, and the first projector file of its folder. Raises ModelError for a damaged
+    file or one without a model."""
+    beside = next((each for each in sorted(path.parent.glob("*.gguf")) if is_projector(each.name)), None)
+    return replace(join_files(path, [read(part) for part in parts_of(path)]), projector=beside)
+
+
+def is_projector(name: str) -> bool:
+    """Whether a file is named like those of llama.cpp's vision towers (mmproj-F16.gguf)."""
+    return "mmproj" in name.lower()
 
 
 def join_files(path: Path, files: list[GgufFile]) -> Checkpoint:
@@ -212,6 +219,9 @@ def rope_config(
         if divisors and scaling:
             raise ModelError(f"{arch}.rope.scaling.type is {scaling['rope_type']!r}, but rope_freqs scales too")
         scaling = scaling or divisors
+    sections = metadata.get(f"{arch}.rope.dimension_sections")
+    if isinstance(sections, np.ndarray):  # a fourth axis is not used
+        scaling = {"rope_type": "mrope", **(scaling or {}), "mrope_section": sections[:3].tolist()}
     return rope | ({"rope_scaling": scaling} if scaling else {})
 
 

@@ -136,6 +136,7 @@ IMPLIED: Mapping[str, Mapping[str, float | None]] = {
     "lfm2": {"block_auto_adjust_ff_dim": False},
     "lfm2moe": {"norm_topk_prob": True, "routed_scaling_factor": 1.0, "first_k_dense_replace": 0},
     "gemma3": {"query_pre_attn_scalar": 0, "sliding_window": 0},
+    "qwen3vl": {"mrope_interleaved": True},
     "gemma2": {"query_pre_attn_scalar": 0},
     "step35": {"norm_topk_prob": False},
     "gemma4": {"rope_parameters": None},
@@ -234,7 +235,8 @@ FOUND: Mapping[str, str] = {
 """Config keys that gguf.py derives and that a family need not read -> the reason."""
 HARMLESS: Mapping[str, str] = {
     "vocab_size": "the embedding says it",
-    "rope.dimension_sections": "all axes have the same position in a text",
+    "rope.dimension_sections": "read with the rope's keys",
+    "n_deepstack_layers": "read with the vision tower",
     "pooling_type": "of embeddings",
     "embedding_length_out": "all residual streams",
     "tensor_data_layout": "how the file was made",

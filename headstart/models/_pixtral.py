@@ -3,18 +3,20 @@
 Formula: transformers 5.24 `models/pixtral`, `models/mistral3`; preparation: `image_processing_pil_pixtral.py`.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 
 from headstart.errors import ModelError
+from headstart.formats.rows import unpermute_rows
 from headstart.kernels.ops import AttentionSpec, RawTensor, RopeSpec
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import LayerConfig
 from headstart.layers.vision import CHANNELS, MergerConfig, VisionConfig
-from headstart.models import _siglip, keys
-from headstart.models.base import VisionFamily
+from headstart.models import _clip, _siglip, keys
+from headstart.models.base import ProjectorLayout, VisionFamily
 from headstart.models.keys import Config
 from headstart.models.names import Names
 from headstart.text.image_prompt import ImageFormat
@@ -90,8 +92,12 @@ def _tower(config: dict[str, Any], outer: Config, trunk: DecoderConfig) -> Visio
     )  # fmt: skip
 
 
-def adapt(tensors: dict[str, RawTensor], config: VisionConfig) -> dict[str, RawTensor]:
-    """VisionFamily.adapt: the columns of `join` are stored feature by feature, here they are patch by patch."""
+def adapt(tensors: dict[str, RawTensor], config: VisionConfig, from_gguf: bool) -> dict[str, RawTensor]:
+    """VisionFamily.adapt: the columns of `join` are stored feature by feature, here they are patch by patch. In GGUF
+    files the two rows of a rotary pair are side by side."""
+    if from_gguf:
+        turned = [name for name in tensors if name.endswith((".q_proj.weight", ".k_proj.weight"))]
+        tensors = tensors | {name: unpermute_rows(tensors[name], config.spec.num_heads) for name in turned}
     name, size = "vision.merger.join.weight", config.merge**2
     join = tensors[name]
     if join.shape[-1] == config.hidden_size * size:
@@ -100,4 +106,21 @@ def adapt(tensors: dict[str, RawTensor], config: VisionConfig) -> dict[str, RawT
     return {**_siglip.as_matrix(tensors, config), name: join}
 
 
-VISION = VisionFamily(read=read, names=NAMES, adapt=adapt)
+def read_projector(metadata: Config, tensors: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """ProjectorLayout.read."""
+    written = _clip.vision_config(metadata)
+    merge, has_bias = written.get("spatial_merge_size", 1), "mm.1.bias" in tensors
+    config = {"vision_config": written, "spatial_merge_size": merge, "multimodal_projector_bias": has_bias}
+    return config, {"size": {"longest_edge": written.get("image_size")}, **_clip.statistics(metadata)}
+
+
+PROJECTOR_FILE = ProjectorLayout(
+    model_types={"pixtral": "mistral3"},
+    names=_clip.names({
+        "v.pre_ln.": "vision.patch_norm.", "mm.input_norm.": "vision.merger.patch_norm.",
+        "mm.patch_merger.": "vision.merger.join.", "mm.1.": "vision.merger.up.", "mm.2.": "vision.merger.down.",
+        "v.token_embd.img_break": None,  # a row of the text model's embedding
+    }),
+    read=read_projector,
+)  # fmt: skip
+VISION = VisionFamily(read=read, names=NAMES, adapt=adapt, projector=PROJECTOR_FILE)

@@ -4,6 +4,7 @@ Formulas: transformers 5.24 `models/qwen2_5_vl`, `qwen3_vl`, `qwen3_5`; preparat
 """
 
 import re
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,8 @@ from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import LayerConfig
 from headstart.layers.mlp import MLPConfig
 from headstart.layers.vision import CHANNELS, MergerConfig, VisionConfig
-from headstart.models import keys
-from headstart.models.base import VisionFamily
+from headstart.models import _clip, _siglip, keys
+from headstart.models.base import ProjectorLayout, VisionFamily
 from headstart.models.keys import Config
 from headstart.models.names import Names
 from headstart.text.image_prompt import ImageFormat
@@ -76,7 +77,8 @@ def read(config: Config, trunk: DecoderConfig, preparation: Config) -> tuple[Vis
         what = "config.json: mrope_section of the rope must be three numbers, and their sum half the rotated features"
         raise ModelError(what, "without it positions in an image are unknown")
     vision = _tower({**defaults, **{key: each for key, each in written.items() if each is not None}}, trunk)
-    return vision, _format({**PREPARATION, **preparation}, vision, keys.number(config, "image_token_id"), trunk)
+    token_id = keys.number(config, "image_token_id", default=trunk.vocab_size - 1)
+    return vision, _format({**PREPARATION, **preparation}, vision, token_id, trunk)
 
 
 def _has_axes(mixer: AttentionConfig) -> bool:
@@ -151,8 +153,10 @@ def stored(name: str) -> str:
     return re.sub(r"^vision\.patch_embedding\.\d+\.", "vision.patch_embedding.0.", name)
 
 
-def adapt(tensors: dict[str, RawTensor], config: VisionConfig) -> dict[str, RawTensor]:
-    """VisionFamily.adapt."""
+def adapt(tensors: dict[str, RawTensor], config: VisionConfig, from_gguf: bool) -> dict[str, RawTensor]:
+    """VisionFamily.adapt. In GGUF files the frames of a patch are apart."""
+    if from_gguf:
+        tensors = _siglip.as_matrix(tensors, config)
     found: dict[str, RawTensor] = {}
     for name, tensor in tensors.items():
         if ".qkv_proj." in name and tensor.shape[0] == 3 * config.hidden_size:
@@ -173,4 +177,26 @@ def _patch_elements(config: VisionConfig) -> int:
     return config.hidden_size * config.frames * config.patch_width
 
 
-VISION = VisionFamily(read=read, names=NAMES, adapt=adapt, stored=stored)
+def read_projector(metadata: Config, tensors: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """ProjectorLayout.read."""
+    written = _clip.vision_config(metadata, num_hidden_layers="depth", num_attention_heads="num_heads")
+    depth, whole = keys.number(written, "depth"), metadata.get("clip.vision.wa_layer_indexes")
+    period = keys.number(metadata, "clip.vision.n_wa_pattern", default=depth)
+    written["fullatt_block_indexes"] = list(range(period - 1, depth, period)) if whole is None else whole.tolist()
+    written["deepstack_visual_indexes"] = _clip.deep_layers(metadata)
+    side = written["image_size"] // written["patch_size"] if "v.position_embd.weight" in tensors else 0
+    written["num_position_embeddings"] = side**2
+    limits = {f"{name}_pixels": metadata.get(f"clip.vision.image_{name}_pixels") for name in ("min", "max")}
+    return {"vision_config": written}, {**_clip.statistics(metadata), **limits}
+
+
+PROJECTOR = ProjectorLayout(
+    model_types={"qwen2.5vl_merger": "qwen2_5_vl", "qwen3vl_merger": "qwen3_vl"},
+    names=_clip.names({
+        "v.post_ln.": "vision.merger.patch_norm.", "mm.0.": "vision.merger.up.", "mm.2.": "vision.merger.down.",
+        "v.deepstack.{i}.norm.": "vision.deep.{i}.norm.", "v.deepstack.{i}.fc1.": "vision.deep.{i}.up.",
+        "v.deepstack.{i}.fc2.": "vision.deep.{i}.down.",
+    }),
+    read=read_projector,
+)  # fmt: skip
+VISION = VisionFamily(read=read, names=NAMES, adapt=adapt, stored=stored, projector=PROJECTOR)

@@ -1,6 +1,7 @@
 """SigLIP vision towers (Zhai et al. 2023): config keys and tensor names. Formula: transformers 5.24 `models/siglip`."""
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -67,8 +68,10 @@ def tower(
     )  # fmt: skip
 
 
-def as_matrix(tensors: dict[str, RawTensor], config: VisionConfig) -> dict[str, RawTensor]:
-    """A convolution over patches is a matrix."""
-    name = "vision.patch_embedding.0.weight"
-    kernel, shape = tensors[name], config.shapes()[name]
-    return {**tensors, name: kernel.shaped(*shape) if math.prod(kernel.shape) == math.prod(shape) else kernel}
+def as_matrix(tensors: dict[str, RawTensor], config: VisionConfig, _: bool = False) -> dict[str, RawTensor]:
+    """VisionFamily.adapt: a convolution over patches is a matrix."""
+    found, shape = dict(tensors), (config.hidden_size, config.patch_width)
+    for name, kernel in tensors.items():
+        if re.fullmatch(r"vision\.patch_embedding\.\d\.weight", name) and math.prod(kernel.shape) == math.prod(shape):
+            found[name] = kernel.shaped(*shape)
+    return found

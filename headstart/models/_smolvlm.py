@@ -3,11 +3,14 @@
 Formula: transformers 5.24 `models/smolvlm`; preparation: `image_processing_pil_smolvlm.py`, `processing_smolvlm.py`.
 """
 
+from collections.abc import Collection
+from typing import Any
+
 from headstart.errors import ModelError
 from headstart.layers.build import DecoderConfig
 from headstart.layers.vision import MergerConfig, VisionConfig
-from headstart.models import _siglip, keys
-from headstart.models.base import VisionFamily
+from headstart.models import _clip, _siglip, keys
+from headstart.models.base import ProjectorLayout, VisionFamily
 from headstart.models.keys import Config
 from headstart.models.names import Names
 from headstart.text.image_prompt import ImageFormat
@@ -47,4 +50,16 @@ def read(config: Config, trunk: DecoderConfig, preparation: Config) -> tuple[Vis
     )  # fmt: skip
 
 
-VISION = VisionFamily(read=read, names=NAMES, adapt=_siglip.as_matrix)
+def read_projector(metadata: Config, _: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """ProjectorLayout.read."""
+    longest = metadata.get("clip.vision.preproc_image_size")
+    config = {"vision_config": _clip.vision_config(metadata), "scale_factor": metadata.get(_clip.SCALE_FACTOR)}
+    return config, {"size": {"longest_edge": longest}} if longest else {}
+
+
+PROJECTOR = ProjectorLayout(
+    model_types={"idefics3": "smolvlm"},
+    names=_clip.names({"v.post_ln.": "vision.merger.patch_norm.", "mm.model.fc.": "vision.merger.projection."}),
+    read=read_projector,
+)
+VISION = VisionFamily(read=read, names=NAMES, adapt=_siglip.as_matrix, projector=PROJECTOR)

@@ -1,6 +1,6 @@
 """`Family`: the declaration of a model family. Each family has a file here, named after its `model_type`."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,6 +34,16 @@ def drafter_spec(own: OwnDrafter, num_layers: int, vocab_size: int, layer: Layer
 
 
 @dataclass(frozen=True, kw_only=True)
+class ProjectorLayout:
+    """A family's vision tower in llama.cpp's projector files (see models/_clip.py)."""
+
+    model_types: Mapping[str, str]  # type of the projector -> model_type
+    names: Names  # the file's names -> canonical names under `vision.`
+    # (metadata, names of the file's tensors) -> keys of config.json, keys of preprocessor_config.json
+    read: Callable[[Config, Collection[str]], tuple[dict[str, Any], dict[str, Any]]]
+
+
+@dataclass(frozen=True, kw_only=True)
 class VisionFamily:
     """Config keys and tensor names of a family's vision tower."""
 
@@ -41,10 +51,11 @@ class VisionFamily:
     # tower of a model type that is not supported
     read: Callable[[Config, DecoderConfig, Config], tuple[VisionConfig, ImageFormat] | None]
     names: Names  # published names -> canonical names under `vision.`
-    # tensors under canonical names -> those that VisionConfig.build takes
-    adapt: Callable[[dict[str, RawTensor], VisionConfig], dict[str, RawTensor]]
+    # (tensors under canonical names, sizes, whether they come from a GGUF file) -> those that VisionConfig.build takes
+    adapt: Callable[[dict[str, RawTensor], VisionConfig, bool], dict[str, RawTensor]]
     # canonical name of a tensor that VisionConfig.build takes -> of the checkpoint's tensor that holds its values
     stored: Callable[[str], str] = str
+    projector: ProjectorLayout | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,12 +5,14 @@ scale there: `models/gemma3.cpp`.
 """
 
 import math
+from collections.abc import Collection
+from typing import Any
 
 from headstart.kernels.ops import RawTensor
 from headstart.layers.build import DecoderConfig
 from headstart.layers.vision import MergerConfig, VisionConfig
-from headstart.models import _gemma, _siglip, keys
-from headstart.models.base import Family, VisionFamily
+from headstart.models import _clip, _gemma, _siglip, keys
+from headstart.models.base import Family, ProjectorLayout, VisionFamily
 from headstart.models.keys import Config, flag, number
 from headstart.text.image_prompt import ImageFormat
 
@@ -58,15 +60,33 @@ def tower(config: Config, trunk: DecoderConfig, _: Config) -> tuple[VisionConfig
     )  # fmt: skip
 
 
-def adapt_tower(tensors: dict[str, RawTensor], config: VisionConfig) -> dict[str, RawTensor]:
+def adapt_tower(tensors: dict[str, RawTensor], config: VisionConfig, from_gguf: bool) -> dict[str, RawTensor]:
     """VisionFamily.adapt: the projection is stored [in, out]."""
     norm, projection = "vision.merger.norm.weight", "vision.merger.projection.weight"
-    more = {norm: tensors[norm].affine(1, 1), projection: tensors[projection].transposed()}
+    more = {projection: tensors[projection].transposed()}
+    more |= {} if from_gguf else {norm: tensors[norm].affine(1, 1)}  # llama.cpp's converter has added 1
     return _siglip.as_matrix(tensors, config) | more
 
 
+def read_projector(metadata: Config, _: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """ProjectorLayout.read."""
+    written = _clip.vision_config(metadata)
+    unit = number(written, "patch_size") * number(metadata, _clip.SCALE_FACTOR, default=4)
+    return {"vision_config": written, "mm_tokens_per_image": (number(written, "image_size") // unit) ** 2}, {}
+
+
+PROJECTOR = ProjectorLayout(
+    model_types={"gemma3": "gemma3"},
+    names=_clip.names({
+        "v.post_ln.": "vision.merger.patch_norm.", "mm.soft_emb_norm.": "vision.merger.norm.",
+        "mm.input_projection.": "vision.merger.projection.",
+    }),
+    read=read_projector,
+)  # fmt: skip
+
+
 FAMILY = Family(
-    vision=VisionFamily(read=tower, names=_siglip.NAMES, adapt=adapt_tower),
+    vision=VisionFamily(read=tower, names=_siglip.NAMES, adapt=adapt_tower, projector=PROJECTOR),
     parse=parse,
     names=_gemma.NAMES,
     adapt=_gemma.plus_one,

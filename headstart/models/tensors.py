@@ -5,10 +5,12 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from headstart import registry
 from headstart.core import Progress, no_progress
 from headstart.errors import ModelError
 from headstart.formats.base import Checkpoint
@@ -22,10 +24,11 @@ from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import Decoder
 from headstart.layers.vision import PREFIX, VisionConfig, VisionNetwork
 from headstart.layers.weights import Weights
+from headstart.models import _clip
 from headstart.models.base import Family, VisionFamily
 from headstart.models.families import family_named
 from headstart.models.joined import split_joined
-from headstart.models.names import trailing_modules
+from headstart.models.names import Names, trailing_modules
 from headstart.placeholder import DOWNLOAD
 from headstart.text.image_prompt import ImageFormat
 from headstart.text.tokenizer import read_config as read_json
@@ -61,21 +64,43 @@ def load_decoder(
 class FoundVision(NamedTuple):
     """A vision tower in a checkpoint."""
 
-    family: VisionFamily
+    adapt: Callable[[], dict[str, RawTensor]]  # makes the tensors that VisionConfig.build takes
     config: VisionConfig
     format: ImageFormat
-    tensors: dict[str, RawTensor]  # under canonical names
 
 
 def find_vision(checkpoint: Checkpoint, family: Family, trunk: DecoderConfig) -> FoundVision | None:
     """A checkpoint's vision tower; None if its config has none. Raises ModelError if the tower cannot be used: the
     model then reads text only."""
-    if not checkpoint.config.get("vision_config"):
+    if checkpoint.projector is not None:
+        source = _projector(checkpoint, checkpoint.projector)
+    elif checkpoint.config.get("vision_config"):
+        source = _own_tower(checkpoint, family)
+    else:
         return None
-    what = f"the vision tower of {checkpoint.config.get('model_type')} models is not supported"
-    not_supported = ModelError(what, "headstart launch vllm MODEL runs it with images")
+    vision, tensors = source.family, source.tensors
+    if (declared := vision.read(source.config, trunk, source.preparation)) is None:
+        raise _not_supported(checkpoint.config.get("model_type"))
+    if missing := sorted(name for name in declared[0].shapes() if not {name, vision.stored(name)} & tensors.keys()):
+        stored = missing[0] if source.from_gguf else vision.stored(missing[0])
+        raise ModelError(f"tensor {source.names.theirs(stored)} of the vision tower is missing", DOWNLOAD)
+    return FoundVision(lambda: vision.adapt(tensors, declared[0], source.from_gguf), *declared)
+
+
+class _Tower(NamedTuple):
+    """The declarations and files of a vision tower."""
+
+    family: VisionFamily
+    names: Names
+    tensors: dict[str, RawTensor]  # under canonical names
+    config: Mapping[str, Any]  # keys of config.json
+    preparation: Mapping[str, Any]  # keys of preprocessor_config.json
+    from_gguf: bool
+
+
+def _own_tower(checkpoint: Checkpoint, family: Family) -> _Tower:
     if (vision := family.vision) is None:
-        raise not_supported
+        raise _not_supported(checkpoint.config.get("model_type"))
     read = readable(checkpoint.tensors, checkpoint.config)
     named = ((vision.names.canonical(name), tensor) for name, tensor in read.items())
     tensors = {name: tensor for name, tensor in named if name is not None and name.startswith(PREFIX)}
@@ -83,12 +108,25 @@ def find_vision(checkpoint: Checkpoint, family: Family, trunk: DecoderConfig) ->
         raise ModelError("config.json has a vision_config, but no file has its tensors", DOWNLOAD)
     preparation = read_json(checkpoint.path / "preprocessor_config.json")
     preparation = preparation or read_json(checkpoint.path / "processor_config.json").get("image_processor") or {}
-    if (declared := vision.read(checkpoint.config, trunk, preparation)) is None:
-        raise not_supported
-    if missing := sorted({vision.stored(name) for name in declared[0].shapes()} - tensors.keys()):
-        what = f"tensor {vision.names.theirs(missing[0])} of the vision tower is missing"
-        raise ModelError(what, DOWNLOAD)
-    return FoundVision(vision, *declared, tensors)
+    return _Tower(vision, vision.names, tensors, checkpoint.config, preparation, False)
+
+
+def _projector(checkpoint: Checkpoint, path: Path) -> _Tower:
+    """The tower of a projector file, whichever family it is of."""
+    file = _clip.open_projector(path)
+    kind = _clip.projector_type(file)
+    for name in registry.available("models"):
+        vision = registry.find("models", name).FAMILY.vision
+        if vision and (layout := vision.projector) and kind in layout.model_types:
+            config, preparation = layout.read(file.metadata, file.tensors.keys())
+            config = {**checkpoint.config, "model_type": layout.model_types[kind], **config}
+            return _Tower(vision, layout.names, _clip.canonical_tensors(file, layout.names), config, preparation, True)
+    raise _not_supported(kind)
+
+
+def _not_supported(model_type: object) -> ModelError:
+    what = f"the vision tower of {model_type} models is not supported"
+    return ModelError(what, "headstart launch vllm MODEL runs it with images")
 
 
 def load_vision(
@@ -101,8 +139,8 @@ def load_vision(
             what = f"backend {backend.name} does not read images of {checkpoint.config.get('model_type')} models"
             raise ModelError(what, "use --backend native")
         if found:
-            adapted = found.family.adapt(found.tensors, found.config)
-            return found, found.config.build(Weights(adapted, backend, str(checkpoint.path))), ""
+            weights = Weights(found.adapt(), backend, str(checkpoint.projector or checkpoint.path))
+            return found, found.config.build(weights), ""
     except ModelError as error:
         log.warning("%s reads text only: %s; %s", checkpoint.name, error.message, error.hint)
         return None, None, f"{error.message}; {error.hint}"

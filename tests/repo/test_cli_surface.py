@@ -18,7 +18,7 @@ ENGINE = {
     "--max-num-seqs", "--max-num-batched-tokens", "--block-size", "--kv-blocks", "--no-enable-prefix-caching",
     "--no-shared-lookup", "--gpu-memory-utilization", "--no-enable-chunked-prefill",
     "--ngram-min", "--ngram-max", "--seed", "--speculative-config", "--no-mtp", "--synthetic-acceptance",
-    "--kv-spill", "--kv-spill-gb", "--lookup-corpus", "--lora", "--portable-bits",
+    "--kv-spill", "--kv-spill-gb", "--lookup-corpus", "--lora", "--mmproj", "--portable-bits",
 }  # fmt: skip
 JSON = {"--json"}
 OF_ALL = {"-h", "--help", "--config"}
