@@ -182,13 +182,13 @@ class LLM:
         for an adapter that does not fit the model, UsageError for a name in use."""
         self._check_open()
         engine, fitted = self.engine, self.engine.adapters.fit(Path(path))
-        self.shared.call(lambda: engine.adapters.add(name, fitted, engine.adapter_slots))
+        self.shared.call(lambda: engine.adapters.add(name, fitted, engine.adapter_slots_in_use))
 
     def unload_adapter(self, name: str) -> None:
-        """Forget a LoRA adapter. Running requests end with it. Raises UsageError for an unknown name."""
+        """Unload a LoRA adapter. Running requests still use it. Raises UsageError for an unknown name."""
         self._check_open()
         engine = self.engine
-        self.shared.call(lambda: engine.adapters.remove(name, engine.adapter_slots))
+        self.shared.call(lambda: engine.adapters.remove(name, engine.adapter_slots_in_use))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UsageError("an LLM cannot be copied, pickled or sent to another process", "make one there")

@@ -18,10 +18,10 @@ from headstart.models.lora import REMEDY, fit_adapter
 
 @dataclass(frozen=True)
 class FittedAdapter:
-    """An adapter with what it adds to each of the trunk's weights, in the order of Weights.converted."""
+    """An adapter of one model."""
 
     file: AdapterFile
-    factors: list[LowRank | None]
+    factors: list[LowRank | None]  # see fit_adapter
 
 
 def fit_to_program(file: AdapterFile, model: Model, code: Program) -> FittedAdapter:
@@ -37,7 +37,7 @@ def fit_to_program(file: AdapterFile, model: Model, code: Program) -> FittedAdap
 
 
 def lora_tables(model: Model, by_slot: Sequence[FittedAdapter | None]) -> dict[int, LoraTable]:
-    """The factors of all adapters, by the id() of the weight that they change; None: an empty slot."""
+    """The factors of the adapters in all slots (None: an empty slot), by the id() of the weight that they change."""
     backend = model.backend
     assert isinstance(backend, AdapterBackend)
     tables: dict[int, LoraTable] = {}
@@ -52,7 +52,8 @@ def lora_tables(model: Model, by_slot: Sequence[FittedAdapter | None]) -> dict[i
 
 
 class Adapters:
-    """Adapters that requests may name. `fit` may be called in any thread, all else between two steps of the engine."""
+    """Adapters that requests may name. `fit` and `find` may be called in any thread, `add` and `remove` between two
+    steps of the engine."""
 
     def __init__(self, model: Model, runner: Runner) -> None:
         self._model, self._runner = model, runner
@@ -87,7 +88,8 @@ class Adapters:
         return adapter
 
     def remove(self, name: str, in_use: Iterable[int]) -> None:
-        """Makes an adapter unavailable; running requests end with it. Raises UsageError for an unknown name."""
+        """Makes an adapter unavailable to new requests. Running requests still use it. Raises UsageError for an unknown
+        name."""
         self.find(name)
         self.loaded = {other: adapter for other, adapter in self.loaded.items() if other != name}
         self._drop_unused(in_use)

@@ -118,7 +118,7 @@ class Engine:
         return DraftStats(synthetic=self.synthetic.rates if self.synthetic else ())
 
     @property
-    def adapter_slots(self) -> set[int]:
+    def adapter_slots_in_use(self) -> set[int]:
         """Slots of the LoRA adapters that running and waiting requests use."""
         requests = (sequence.request for sequences in self._live.values() for sequence in sequences)
         return {request.adapter.slot for request in requests if request.adapter}

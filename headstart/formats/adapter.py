@@ -47,7 +47,7 @@ _CHANGE_THE_MODEL = ("corda", "lora_ga", "olora", "pissa")
 
 @dataclass(frozen=True, eq=False)
 class LowRank:
-    """A RawTensor B A of an adapter, with the tensor operations that keep it a product of two factors."""
+    """The matrix B A of an adapter as a RawTensor. Operations that cannot keep it a product raise ModelError."""
 
     name: str
     factors: LoraFactors
@@ -145,7 +145,8 @@ def _read_peft(path: Path) -> AdapterFile:
     pairs, others = _pairs(stored, _PEFT)
     copies = {name: stored.pop(name).shape for name in others if _COPY.fullmatch(name)}
     if others := [name for name in others if name in stored]:
-        raise ModelError(f"{file}: {others[0]} is no LoRA matrix", "train without DoRA, biases and whole modules")
+        what = f"{file}: {others[0]} is no LoRA matrix"
+        raise ModelError(what, "train without DoRA, biases, embeddings and whole modules")
     patterns, tensors = _patterns(config, path / CONFIG), {}
     for module, (a, b) in pairs.items():
         alpha = _number(_matching(patterns, module, config.get("lora_alpha", 8)), module, path / CONFIG)
@@ -192,7 +193,8 @@ def _read_gguf(path: Path) -> AdapterFile:
 def _pairs(
     tensors: Mapping[str, Tensor], pattern: re.Pattern[str]
 ) -> tuple[dict[str, tuple[NDArray[np.float32], NDArray[np.float32]]], list[str]]:
-    """(module -> its factors A and B, names of tensors that are no factors). Raises ModelError for half a pair."""
+    """(module -> its factors A [rank, in] and B [out, rank], names of tensors that are no factors). Raises ModelError
+    for a module with one factor only."""
     found: dict[str, dict[str, NDArray[np.float32]]] = {}
     others = []
     for name, tensor in sorted(tensors.items()):
@@ -208,6 +210,7 @@ def _pairs(
 
 
 def _scaled(a: NDArray[np.float32], b: NDArray[np.float32], scale: float, where: str) -> LoraFactors:
+    """A and scale * B. Raises ModelError for different ranks, and for factors that are not finite."""
     if len(a) != b.shape[1] or not len(a):
         raise ModelError(f"{where}: A {a.shape} and B {b.shape} have different ranks", "is the file damaged?")
     factors = LoraFactors(np.ascontiguousarray(a), np.ascontiguousarray(b * np.float32(scale)))

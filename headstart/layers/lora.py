@@ -1,4 +1,4 @@
-"""LoRA adapters in a trunk's code, whatever its layers are."""
+"""Programs with LoRA adapters: `Ops.linear` becomes `Ops.adapted_linear` where the weight has adapters."""
 
 from collections.abc import Mapping
 from typing import Any, cast

@@ -1,8 +1,8 @@
-"""Fits a LoRA adapter to a trunk: which low-rank factors are added to which of the trunk's weights.
+"""Fits a LoRA adapter to a trunk: finds the low-rank factors that are added to each of the trunk's weights.
 
 Families rename, split, reorder and transpose the tensors of their files before layers take them. All of this is linear,
-so the same code is run with the adapter's low-rank tensors in the place of the model's: what a layer would take as a
-weight is then what has to be added to that weight.
+so the same code runs with the adapter's low-rank tensors in place of the model's. The layers then take the additions to
+their weights in place of the weights.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ REMEDY = "merge the adapter into the model, or train it on other modules"
 
 
 class _Collector:
-    """A backend whose weights are an adapter's tensors; None: the adapter leaves that weight as it is."""
+    """A backend that collects an adapter's tensors; None: the adapter does not change that weight."""
 
     def weight(self, tensor: RawTensor, **options: bool) -> LowRank | None:
         return _low_rank(tensor)
@@ -51,8 +51,8 @@ def _low_rank(tensor: Any) -> LowRank | None:
 def fit_adapter(
     adapter: AdapterFile, checkpoint: Checkpoint, family: Family, config: DecoderConfig
 ) -> list[LowRank | None]:
-    """What the adapter adds to each of the trunk's weights, in the order of their conversion (Weights.converted).
-    Raises ModelError for matrices that the trunk does not have, has in another shape, or that no adapter can change."""
+    """The adapter's addition to each of the trunk's weights, in the order of Weights.converted; None: no addition.
+    Raises ModelError for matrices that the trunk lacks, has in another shape, or cannot adapt."""
     if adapter.from_gguf == checkpoint.canonical_names:
         tensors = _in_the_same_format(adapter, checkpoint, family, config)
     else:
@@ -107,4 +107,4 @@ def _check_shapes(own: Mapping[str, RawTensor], tensors: Mapping[str, RawTensor]
     for name, shape in (*shapes.items(), *adapter.copies.items()):
         if shape != (wanted := tuple(tensors[name].shape) if name in shapes else embedding):
             what = f"{about}: its {name} is {list(shape)}, the model's is {list(wanted)}"
-            raise ModelError(what, "use an adapter of this very model")
+            raise ModelError(what, "use an adapter of this model")

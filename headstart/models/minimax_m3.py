@@ -62,21 +62,22 @@ def _sparse_from(config: Config) -> Config:
 
 
 def _indexed(config: Config) -> list[bool]:
-    """For each layer, whether it has an indexer: `layer_types`, else `sparse_attention_freq`; without both none has."""
-    count, kinds, told = keys.num_layers(config), config.get("layer_types"), _sparse_attention(config)
+    """For each layer, whether it has an indexer, from `layer_types`, else `sparse_attention_freq`; without both none
+    has. Raises ModelError for other values."""
+    count, kinds, sparse = keys.num_layers(config), config.get("layer_types"), _sparse_attention(config)
     if kinds is not None:
         keys.check_kinds(kinds, count, (FULL, INDEXED))
         return [kind == INDEXED for kind in kinds]
-    flags = told.get("sparse_attention_freq", [0] * count)
+    flags = sparse.get("sparse_attention_freq", [0] * count)
     if not isinstance(flags, list) or len(flags) < count:
-        raise ModelError(f"config.json: sparse_attention_freq must be 0 or 1 for each of {count} layers")
+        raise ModelError(f"config.json: sparse_attention_freq must be a list of {count} values, 0 or 1")
     return [bool(each) for each in flags[:count]]
 
 
 def _sparse_attention(config: Config) -> Config:
     """`sparse_attention_config`; empty if there is none, or if it is switched off."""
-    told = config.get("sparse_attention_config")
-    return told if isinstance(told, dict) and told.get("use_sparse_attention", True) else {}
+    sparse = config.get("sparse_attention_config")
+    return sparse if isinstance(sparse, dict) and sparse.get("use_sparse_attention", True) else {}
 
 
 INDEX_KEYS = {
@@ -88,11 +89,12 @@ INDEX_KEYS = {
 
 
 def _indexer(config: Config, mixer: AttentionConfig) -> BlockIndexerConfig:
-    """The indexer of a layer, which is rotated like its attention."""
-    told = _sparse_attention(config)
-    keys.refuse_others(told, {"sparse_score_type": "max", "sparse_init_block": 0})
+    """The indexer of a layer, which is rotated like its attention. Raises ModelError for sizes that are not served."""
+    sparse = _sparse_attention(config)
+    keys.refuse_others(sparse, {"sparse_score_type": "max", "sparse_init_block": 0})
     heads, dim, size, blocks, local = (
-        number(told, key, default=number(config, flat, default=default)) for key, (flat, default) in INDEX_KEYS.items()
+        number(sparse, key, default=number(config, flat, default=default))
+        for key, (flat, default) in INDEX_KEYS.items()
     )
     rotary = mixer.rope.rotary_dim if mixer.rope else 0
     for name, value, fits, known in (
