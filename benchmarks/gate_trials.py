@@ -12,6 +12,8 @@ while the old side drafts with `--head`, which `headstart export --to gguf` wrot
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -66,7 +68,9 @@ def trial(setting: Setting, options: argparse.Namespace, log: Path) -> list[dict
             asked = GateOptions(old=old, new=new, trials=options.trials, max_tokens=options.max_tokens)
             data = run(asked).data
             found.append({"seconds": time.perf_counter() - begun, "ok": data["ok"], "checks": data["checks"]})
-            print(f"{setting.name}: {data['summary']}, {found[-1]['seconds']:.0f} s", flush=True)
+            failed = [check for check in data["checks"] if check["ok"] is False]
+            tell = {"new side": setting.name, "seconds": round(found[-1]["seconds"]), "failed": failed}
+            print(json.dumps(tell), file=sys.stderr, flush=True)
     return found
 
 

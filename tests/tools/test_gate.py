@@ -4,7 +4,7 @@ import json
 import random
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from headstart.tools.gate.run import (
     GateOptions,
     GateRecord,
     chance_of_fewer,
+    chance_of_more,
     compare,
     gate_prompts,
 )
@@ -86,6 +87,24 @@ def test_refusals_are_answers_that_differ() -> None:
 def test_differences_of_the_old_side_are_no_fault_of_the_new_one() -> None:
     old = record(1, texts=("one", "other"), company="third")
     assert failed(old, record(2, texts=("one", "fourth"), company="fifth")) == []
+
+
+def test_noise_of_a_busy_machine_is_no_fault() -> None:
+    """16 answers a side, with times that vary by 40 %. A 95 % interval below 1 as the limit failed 4 of these 100
+    runs."""
+
+    def busy(seed: int) -> GateRecord:
+        drawn, quiet = random.Random(seed), record(1)
+        kept = list(quiet.answers.items())[:16]
+        return replace(quiet, answers={key: replace(each, seconds=drawn.lognormvariate(0, 0.4)) for key, each in kept})
+
+    assert sum(bool(failed(busy(seed), busy(1000 + seed))) for seed in range(100)) < 2
+
+
+def test_the_chance_of_slower_answers_is_that_of_all_outcomes() -> None:
+    outcomes = [sum(each) for each in product((0, 1), repeat=9)]
+    for slower in range(10):
+        assert chance_of_more(slower, 9) == sum(each >= slower for each in outcomes) / len(outcomes)
 
 
 def test_speeds_of_two_times_are_not_judged() -> None:
