@@ -70,9 +70,10 @@ def build_engine(model: Model, config: EngineConfig, max_bytes: int | None = Non
     runner.vision = VisionEncoder(model.backend, model.vision) if model.vision else None
     hidden_width = tap_width(trunk.tap, model.config.hidden_size, model.config.num_streams) if trunk.tap else 0
     networks = [trunk, *(handle.network for handle in runner.networks)]
+    tower_bytes = runner.vision.max_bytes(model.tower.max_patches) if runner.vision and model.tower else 0
     with _planning:
         memory = _allocate_cache(
-            model, config, networks, hidden_width, max_length, max_bytes, drafts=drafter is not None
+            model, config, networks, hidden_width, max_length, max_bytes, tower_bytes, drafts=drafter is not None
         )
     num_slots = len(memory.pool.blocks) * config.block_size
     runner.allocate(trunk, memory, num_slots=num_slots, hidden_width=hidden_width)
@@ -202,14 +203,14 @@ def context_length(model: Model, config: EngineConfig) -> int:
 
 def _allocate_cache(
     model: Model, config: EngineConfig, networks: list[Network], hidden_width: int, max_length: int,
-    max_bytes: int | None, *, drafts: bool,
+    max_bytes: int | None, tower_bytes: int, *, drafts: bool,
 ) -> KVCacheManager:  # fmt: skip
     """Chooses the number of KV blocks (for all networks and hidden states) and of recurrent-state slots, within a share
-    of the memory that is free and not planned by another engine of this process. Raises UsageError for --kv-blocks
-    below one sequence or beyond the memory."""
+    of the memory that is free and planned neither for the vision tower nor by another engine of this process. Raises
+    UsageError for --kv-blocks below one sequence or beyond the memory."""
     free = model.backend.free_memory()
     device = model.backend.runs_on
-    planned = sum(size for other, size in PLANNED.values() if other == device)
+    planned = sum(size for other, size in PLANNED.values() if other == device) + tower_bytes
     budget = int(max(free - planned, 0) * MEMORY_SHARE[device])
     if config.gpu_memory_utilization is not None:
         total = _total_memory(device) or free
@@ -236,7 +237,7 @@ def _allocate_cache(
             f"{max(budget // block_bytes, 1)} blocks take {MEMORY_SHARE[device]:.0%} of what is free: the default",
         )
     memory = KVCacheManager(num_blocks, config.block_size, prefix_caching=config.enable_prefix_caching, states=states)
-    PLANNED[memory] = device, num_blocks * block_bytes + _state_bytes(model, states)
+    PLANNED[memory] = device, num_blocks * block_bytes + _state_bytes(model, states) + tower_bytes
     return memory
 
 

@@ -50,11 +50,15 @@ class VisionEncoder:
             self._kept.popitem(last=False)
         return known
 
+    def max_bytes(self, max_patches: int) -> int:
+        """Memory of the pool for so many patches, and of kept features."""
+        return _pool_slots(max_patches) * self.backend.kv_bytes(self.network.config.spec) + MAX_BYTES
+
     def _reserve(self, num_slots: int) -> None:
         """Prepares the programs over a larger pool if this one has fewer slots."""
         if num_slots <= self._programs.num_slots:
             return
-        num_slots = 1 << (num_slots - 1).bit_length()
+        num_slots = _pool_slots(num_slots)
         self._programs = _Programs()  # frees the pool before the next one
         network, prepare, config = self.network, self.backend.prepare, self.network.config
         pool = self.backend.kv_pool(num_slots, config.spec)
@@ -94,6 +98,11 @@ class VisionEncoder:
         """Copies of a program's results."""
         hidden = self.backend.buffer(np.ascontiguousarray(rows))
         return {name: self.backend.numpy(x).copy() for name, x in self.backend.run(handle, plan, hidden=hidden).items()}
+
+
+def _pool_slots(num_slots: int) -> int:
+    """The next power of two: images of similar sizes share a pool."""
+    return 1 << (max(num_slots, LEAST_SLOTS) - 1).bit_length()
 
 
 def _plan(sizes: Seq[int], axes: Int32 | None = None) -> StepPlan:

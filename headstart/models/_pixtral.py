@@ -55,12 +55,11 @@ def read(config: Config, trunk: DecoderConfig, preparation: Config) -> tuple[Vis
     keys.refuse_others(config, {"vision_feature_layer": -1})
     vision = _tower({**DEFAULTS, **{key: each for key, each in written.items() if each is not None}}, config, trunk)
     size, (mean, std) = preparation.get("size"), keys.image_statistics(preparation)
-    token_id = keys.number(config, "image_token_index", "image_token_id", default=10)
     return vision, ImageFormat(
         longest=keys.number(size if isinstance(size, dict) else {}, "longest_edge", default=1024),
         patch_size=vision.patch_size, merge=vision.merge, mean=mean, std=std,
         resample=keys.number(preparation, "resample", default=3, least=0), placeholder="[IMG]", marker="[IMG]",
-        row_end="[IMG_BREAK]", end="[IMG_END]", token_id=min(token_id, trunk.vocab_size - 1),
+        row_end="[IMG_BREAK]", end="[IMG_END]",
     )  # fmt: skip
 
 

@@ -77,8 +77,7 @@ def read(config: Config, trunk: DecoderConfig, preparation: Config) -> tuple[Vis
         what = "config.json: mrope_section of the rope must be three numbers, and their sum half the rotated features"
         raise ModelError(what, "without it positions in an image are unknown")
     vision = _tower({**defaults, **{key: each for key, each in written.items() if each is not None}}, trunk)
-    token_id = keys.number(config, "image_token_id", default=trunk.vocab_size - 1)
-    return vision, _format({**PREPARATION, **preparation}, vision, token_id, trunk)
+    return vision, _format({**PREPARATION, **preparation}, vision)
 
 
 def _has_axes(mixer: AttentionConfig) -> bool:
@@ -124,7 +123,7 @@ def _layers(config: dict[str, Any], key: str, depth: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _format(config: dict[str, Any], vision: VisionConfig, token_id: int, trunk: DecoderConfig) -> ImageFormat:
+def _format(config: dict[str, Any], vision: VisionConfig) -> ImageFormat:
     """How preprocessor_config.json prepares an image."""
     sizes = {"patch_size": vision.patch_size, "merge_size": vision.merge, "temporal_patch_size": vision.frames}
     steps = dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), True)
@@ -143,7 +142,7 @@ def _format(config: dict[str, Any], vision: VisionConfig, token_id: int, trunk: 
     return ImageFormat(
         min_pixels=low, max_pixels=high, patch_size=vision.patch_size, merge=vision.merge, mean=mean, std=std,
         resample=keys.number(config, "resample", least=0), placeholder="<|vision_start|><|image_pad|><|vision_end|>",
-        marker="<|image_pad|>", token_id=min(token_id, trunk.vocab_size - 1), has_axes=True,
+        marker="<|image_pad|>", has_axes=True,
     )  # fmt: skip
 
 

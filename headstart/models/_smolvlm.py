@@ -46,7 +46,6 @@ def read(config: Config, trunk: DecoderConfig, preparation: Config) -> tuple[Vis
         image_size=side, longest=keys.number(size, "longest_edge"), is_cut=is_cut,
         patch_size=vision.patch_size, merge=merge, resample=keys.number(preparation, "resample", default=1, least=0),
         placeholder="<image>", marker="<image>", begin="<fake_token_around_image>", end="<fake_token_around_image>",
-        token_id=min(keys.number(config, "image_token_id", default=128257), trunk.vocab_size - 1),
     )  # fmt: skip
 
 

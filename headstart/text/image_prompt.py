@@ -38,7 +38,7 @@ class ImageFormat:
     end: str = ""
     row_end: str = ""  # special token behind each row of tokens but the last
     around: str = ""  # newlines before `begin` and behind `end`
-    token_id: int  # of the rows, whose embeddings are not used
+    token_id: int | None = None  # of the rows, whose embeddings only heads read; None: that of `marker`
     is_bidirectional: bool = False  # see core.PlacedImage
     has_axes: bool = False  # see core.PlacedImage
 
@@ -48,10 +48,15 @@ class ImageFormat:
         return self.patch_size * self.merge
 
     @property
+    def max_patches(self) -> int:
+        """Patches that the tower computes at once."""
+        return (self.image_size**2 or self.max_pixels or self.longest**2) // self.patch_size**2
+
+    @property
     def max_tokens(self) -> int:
         """Positions of the largest image."""
         squares = 1 + (math.ceil(self.longest / self.image_size) ** 2 if self.is_cut else 0)
-        return squares * (self.image_size**2 or self.max_pixels or self.longest**2) // self.token_side**2
+        return squares * self.max_patches // self.merge**2
 
     def size_of(self, width: int, height: int) -> tuple[int, int]:
         """Width and height after resizing, multiples of a token's (transformers 5.24, smart_resize of Qwen2-VL,
@@ -115,6 +120,10 @@ class ImageProcessor:
     def placeholder(self) -> str:
         return self.format.placeholder
 
+    @property
+    def max_patches(self) -> int:
+        return self.format.max_patches
+
     def prepare(self, image: Image) -> PreparedImage:
         """The resized image (antialiased) as patches."""
         from PIL import Image as Pillow  # only images need it
@@ -175,7 +184,7 @@ class ImageProcessor:
                     ids += self._ids_of(piece.before)
                     where = {"offset": piece.offset, "count": piece.count}
                     found.append(PlacedImage(len(ids), piece.image, about.is_bidirectional, about.has_axes, **where))
-                    ids += [about.token_id] * piece.count
+                    ids += [token if about.token_id is None else about.token_id] * piece.count
                 ids += self._ids_of(prepared.behind)
                 self._add_newlines(ids, len(about.around))
                 is_behind = bool(about.around)

@@ -38,6 +38,10 @@ class VisionTower(Protocol):
     def placeholder(self) -> str:
         """The text that stands for one image in a prompt."""
 
+    @property
+    def max_patches(self) -> int:
+        """Patches that the tower computes at once."""
+
     def prepare(self, image: "Image") -> Any:
         """An image as the tower computes it, resized and normalized, without its pixels. Raises CapacityError or
         ImageError for an image of a size that the tower does not take."""

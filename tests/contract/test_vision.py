@@ -20,10 +20,11 @@ from vision_models import CUT, KINDS, LONGEST, PREPARATION, QWEN, copied, publis
 
 from headstart.api.images import check_tower
 from headstart.core import Request, Sequence, Span
+from headstart.engine import build
 from headstart.engine.engine import Engine
 from headstart.engine.load import Model
 from headstart.engine.runner import Runner
-from headstart.engine.vision import VisionEncoder
+from headstart.engine.vision import MAX_BYTES, VisionEncoder
 from headstart.errors import UsageError
 from headstart.text.images import ImageError
 from headstart.tools.inspect.run import InspectOptions, run as inspect, runs_here
@@ -150,6 +151,24 @@ def test_a_image_has_the_same_features_in_any_pool(kind: str) -> None:
     encoder._reserve(1 << 14)
     for image, features in reversed(list(zip(images, alone, strict=True))):
         np.testing.assert_array_equal(encoder.features(image), features)
+
+
+@pytest.mark.parametrize("kind", ["gemma3", "mistral3"])
+def test_the_kv_cache_leaves_memory_for_the_tower(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, free, sizes = seeing(kind, "native"), 2 * MAX_BYTES, list[int]()
+    assert model.vision and model.tower
+    monkeypatch.setattr(type(model.backend), "free_memory", lambda self: free)
+    largest = max(each.image.patches.shape[0] for each in model.tower.prepare(random_image(1, 400, 400)).pieces)
+    assert model.tower.max_patches == largest
+    encoder = VisionEncoder(model.backend, model.vision)
+    encoder.features(model.tower.prepare(random_image(1, 400, 400)).pieces[0].image)
+    used = encoder._programs.num_slots * model.backend.kv_bytes(model.vision.config.spec)
+    assert encoder.max_bytes(largest) == used + MAX_BYTES
+    tower = encoder.max_bytes(largest)
+    for each in (model, replace(model, vision=None, tower=None)):
+        monkeypatch.setattr(build, "PLANNED", {})  # no other engines
+        sizes.append(build.pool_bytes(engine_of(each, kv_blocks=None, max_num_seqs=4000, drafter="none")))
+    assert sizes[0] - tower == pytest.approx(sizes[1] - build.MEMORY_SHARE["cpu"] * tower, rel=0.01)
 
 
 def test_the_prefix_cache_knows_images() -> None:
