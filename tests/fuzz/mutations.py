@@ -115,6 +115,10 @@ def _shipped(folder: Path) -> Subject:
     tensors = {name: (each.dtype, each.shape) for name, each in read_file(folder / "model.safetensors").items()}
     tensors = {name: value for name, value in tensors.items() if name not in ("t2d", "draft_token_ids")}
     config = json.loads((folder / "config.json").read_text())
+    if "markov.out.weight" in tensors:  # has a row for each id
+        config["vocab_size"] = tensors["markov.out.weight"][1][0]
+        tensors = {name: (kind, (config["vocab_size"], *shape[1:]) if "markov.embed." in name else shape)
+                   for name, (kind, shape) in tensors.items()}  # fmt: skip
     return Subject(f"shipped {folder.name}", config, tensors, _needed(tensors))
 
 
