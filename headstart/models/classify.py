@@ -6,7 +6,7 @@ inspect, launch, export, plan and train all use `classify` (for a config.json) o
 
 from collections.abc import Container, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +68,10 @@ def classify(config: Mapping[str, Any], names: Container[str] | None = None) -> 
     family = find_mtp_family(config)
     promised = (family.layout.declared(config) if family else declared(config)).modules
     if promised:
-        method = family.layout.method if family else "mtp"
-        title = f"{family.layout.title if family else 'native'} MTP"
-        return _whole(config, MTP, method, title, promised)
+        if family and family.layout.method == "dspark":
+            block = as_size(config.get(family.layout.requires))
+            return replace(_whole(config, MTP, "dspark", family.layout.title, promised), block=block, max_drafts=block)
+        return _whole(config, MTP, "mtp", f"{family.layout.title if family else 'native'} MTP", promised)
     if names is None and (bare := identify_bare(config)) is not None:
         return _described(bare, config)
     return _whole(config, MODEL, "draft_model", "draft model", 1)

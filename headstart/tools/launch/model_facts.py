@@ -15,7 +15,7 @@ from headstart.formats.json_object import read_object
 from headstart.formats.safetensors_file import INDEX
 from headstart.formats.sizes import Sizes, as_size, text_config
 from headstart.formats.tensor_parts import MTP, part_of
-from headstart.models.classify import DrafterKind, classify_path
+from headstart.models.classify import DrafterKind, classify, classify_path
 from headstart.models.families import find_mtp_family
 from headstart.models.mtp import declared
 from headstart.tools.plan.shape import SizedModel
@@ -39,6 +39,7 @@ class ModelFacts:
     experts: int
     remote_code: bool = False
     declared: int = 0  # MTP modules that the config declares
+    drafter: DrafterKind | None = None  # a block drafter inside the checkpoint, whose layers count as modules
     local: bool = True
     sized: SizedModel | None = None  # sizes for memory estimates; None if the config does not name them
 
@@ -86,13 +87,14 @@ def _config_facts(
         sized = sized_model(source, config, tensors)
     except (ModelError, UsageError):
         sized = None
+    own = classify(config) if found and found.layout.method != "mtp" and there else None
     weight_bytes = sum(tensor.nbytes for tensor in tensors.values()) if tensors is not None else None
     return ModelFacts(
         source=source, model_type=str(text.get("model_type") or "unknown"), format="safetensors",
         weight_bytes=weight_bytes or (int(sum(sized.weight_bytes().values())) if sized else None),
         modules=promised if there else 0, attention_heads=as_size(text.get("num_attention_heads")) or 1,
         experts=Sizes(config).get("experts") or 0, remote_code="auto_map" in config, declared=promised, local=local,
-        sized=sized,
+        sized=sized, drafter=own,
     )  # fmt: skip
 
 

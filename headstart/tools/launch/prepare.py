@@ -83,10 +83,11 @@ def prepare(options: LaunchOptions) -> PreparedLaunch:
     launcher.check_platform(devices.platform)
     if options.head and hub.is_builtin(options.head):
         options = replace(options, head=str(hub.resolve(options.head)))
-    drafter = drafter_of(options.head) if options.head else None
     facts = read_facts(options.model)
+    drafter = drafter_of(options.head) if options.head else facts.drafter
     arguments.check_model(launcher, version, facts.model_type)
-    why_none = arguments.why_no_heads(launcher, version, facts.model_type) if drafter is None and facts.modules else ""
+    own = not options.head and facts.modules
+    why_none = arguments.why_no_heads(launcher, version, facts.model_type) if own else ""
     if why_none and options.depth:
         raise UsageError(f"--depth is {options.depth}, but {why_none}", "--depth 0, or another version")
     depth, why_depth = (0, why_none) if why_none else choose_depth(facts, options.depth, drafter, gpus=devices.count)

@@ -61,7 +61,7 @@ class ServerPlacement:
 class LaunchSpec(LaunchRequest):
     depth: int  # 0: no drafting
     parallel: Parallelism = Parallelism()
-    drafter: DrafterKind | None = None  # kind of `head`; None: the model's own MTP modules
+    drafter: DrafterKind | None = None  # of `head`, or inside the checkpoint; None: the model's own MTP modules
     platform: str = "cuda"  # a key of PLATFORMS
     placement: ServerPlacement = ServerPlacement()
 

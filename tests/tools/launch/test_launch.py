@@ -263,6 +263,34 @@ def test_llamacpp_is_told_the_kind_of_a_drafter(method: str, kind: str) -> None:
         plan("llamacpp", head="/h.gguf", drafter=replace(drafter, method="medusa"))
 
 
+DSPARK = {
+    "model_type": "deepseek_v4", "dspark_block_size": 5, "dspark_target_layer_ids": [1, 2], "hidden_size": 64,
+    "num_attention_heads": 4, "num_hidden_layers": 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("model_type", ["deepseek_v4", "deepseek_v41"])
+def test_a_drafter_inside_the_checkpoint(model_type: str, tmp_path: Path) -> None:
+    """The method is DSpark, one pass drafts a whole block, and no path names a drafter."""
+    (tmp_path / "config.json").write_text(json.dumps({**DSPARK, "model_type": model_type}))
+    facts = read_facts(str(tmp_path))
+    assert facts.drafter and facts.drafter.method == "dspark"
+    assert choose_depth(facts, None, facts.drafter, gpus=1) == (5, "the tokens that one block of 5 drafts")
+    with pytest.raises(UsageError, match="the drafter makes 5 drafts at once"):
+        choose_depth(facts, 6, facts.drafter, gpus=1)
+    wanted: dict[str, Any] = {"facts": facts, "drafter": facts.drafter, "depth": 5}
+    assert speculation(plan("vllm", **wanted)) == {"method": "dspark", "num_speculative_tokens": 5}
+    made = plan("sglang", **wanted)
+    assert after(made, "--speculative-algorithm") == "DSPARK"
+    assert (after(made, "--speculative-dspark-block-size"), after(made, "--speculative-num-draft-tokens")) == ("5", "6")
+    assert "--speculative-draft-model-path" not in words(made)
+    assert "decoding_type: DSpark" in plan("trtllm", "1.3", **wanted).files["extra.yaml"]
+    with pytest.raises(UsageError, match="xLLM does not draft with the head of DeepSeek-V4"):
+        plan("xllm", **wanted)
+    with pytest.raises(UsageError, match="has no method dspark"):
+        plan("vllm", "0.20.0", **wanted)
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_prefill_nodes_draft_nothing_but_have_the_heads(engine: str, role: str) -> None:

@@ -1,5 +1,6 @@
 """xLLM: an MTP head is exported to a separate checkpoint first; each device has its own process."""
 
+from headstart.errors import UsageError
 from headstart.tools.launch.launcher import CommandBuilder, EngineLauncher, ServerBuilder
 from headstart.tools.launch.spec import VISIBLE, LaunchStep
 
@@ -39,6 +40,9 @@ class Xllm(EngineLauncher, data="xllm.json"):
     def _speculation(self, server: ServerBuilder, model: str) -> None:
         spec, head = server.spec, server.spec.head
         algorithm = self.method_of(spec)
+        if head is None and spec.drafter:
+            what = f"xLLM does not draft with the head of {spec.drafter.title}"
+            raise UsageError(what, "--depth 0; vLLM and SGLang have it")
         if head is None:
             head = f"{model.rstrip('/')}-mtp"
             export = LaunchStep(("headstart", "export", model, "--to", "xllm", "--out", head), "once")
