@@ -11,6 +11,7 @@ from headstart.formats.json_object import read_packaged
 from headstart.formats.rows import in_memory
 from headstart.formats.sizes import SIZE_KEYS, as_size, lookup, text_config
 from headstart.heads import assistant
+from headstart.heads.base import HeadSpec
 from headstart.heads.kind import HeadCheckpoint
 from headstart.kernels.ops import AttentionSpec
 from headstart.layers.attention import AttentionConfig
@@ -230,12 +231,18 @@ def from_head(shape: ModelShape, head: HeadCheckpoint, name: str) -> ModelShape:
         per_token=0 if layers else hidden * hidden, single_pass=not layers,
         max_depth=None if layers else spec.num_modules, source=name,
     )  # fmt: skip
-    if block := spec.block:
-        kind, taps = "dspark" if block.anchor_predicts else "dflash", len(tapped_layers(spec.tap))
-        built = replace(built, kind=kind, projection=taps * hidden * hidden)
-        built = _with_markov(replace(built, single_pass=True, max_depth=block.block_size), block.markov_rank)
+    built = as_block(built, spec)
     num_bytes = sum(in_memory(tensor).nbytes for tensor in head.tensors.values())
     return _replace_drafter(shape, built, num_bytes / max(built.parameters, 1))
+
+
+def as_block(built: DrafterShape, spec: HeadSpec) -> DrafterShape:
+    """Returns the drafter as a block drafter, if `spec` declares one."""
+    if not (block := spec.block):
+        return built
+    kind, taps = "dspark" if block.anchor_predicts else "dflash", len(tapped_layers(spec.tap))
+    built = replace(built, kind=kind, projection=taps * built.hidden_size**2)
+    return _with_markov(replace(built, single_pass=True, max_depth=block.block_size), block.markov_rank)
 
 
 def _replace_drafter(shape: ModelShape, drafter: DrafterShape, weight_bytes: float = FLOAT_BYTES) -> ModelShape:

@@ -22,7 +22,7 @@ from headstart.layers.costs import num_elements
 from headstart.models.base import Family
 from headstart.models.classify import MODEL, MTP, DrafterKind, classify, classify_path
 from headstart.models.families import read_any, with_sizes
-from headstart.tools.plan.drafters import acceptances_of_lengths, draft_model, from_config, from_head
+from headstart.tools.plan.drafters import acceptances_of_lengths, as_block, draft_model, from_config, from_head
 from headstart.tools.plan.shape import (
     DrafterShape,
     LayerGroup,
@@ -96,7 +96,8 @@ def _check_sizes(name: str, config: Mapping[str, Any]) -> None:
 
 
 def _mtp_drafter(family: Family, sizes: DecoderConfig) -> DrafterShape:
-    """Returns the MTP modules of a config. Without any, one module with a block of this trunk is assumed."""
+    """Returns the MTP modules or the block drafter of a config. Without any, one module with a block of this trunk is
+    assumed."""
     hidden, spec = sizes.hidden_size, family.head_of(sizes)
     layer = sizes.head_layer.cost(hidden)
     drafter = DrafterShape(
@@ -105,6 +106,9 @@ def _mtp_drafter(family: Family, sizes: DecoderConfig) -> DrafterShape:
     )  # fmt: skip
     if spec is None:
         return drafter
+    if spec.block:
+        layers = (LayerGroup(spec.block.num_layers, layer),)
+        return as_block(replace(drafter, layers=layers, assumed=False), spec)
     modules = spec.num_modules
     total, lm_heads = num_elements(head_kind(spec.kind).shapes(spec, hidden)), modules * spec.own_lm_head * hidden
     projection = (total - lm_heads) // modules - layer.weights
