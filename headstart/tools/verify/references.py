@@ -30,12 +30,14 @@ class TieReferee:
         self._config = replace(plain, backend=ORACLE, dtype="float64", kv_blocks=None)
         self._llm: LLM | None = None
 
-    def margin(self, context: Sequence[int], a: int, b: int, params: SamplingParams) -> tuple[float, bool]:
+    def margin(
+        self, context: Sequence[int], a: int, b: int, params: SamplingParams, lora: str = ""
+    ) -> tuple[float, bool]:
         """Returns |score(a) - score(b)| of tokens a and b after `context`, and whether that is a tie. score = logit / T
-        + Gumbel noise by the seed of `params`, or the logit for greedy decoding."""
+        + Gumbel noise by the seed of `params`, or the logit for greedy decoding. lora: name of the adapter."""
         self._llm = self._llm or LLM(self._model, self._config)
         # the raw log-softmax differs from the logits by a constant of the row only
-        scores = [_forced_logprob(self._llm, context, token) for token in (a, b)]
+        scores = [_forced_logprob(self._llm, context, token, lora) for token in (a, b)]
         if params.temperature >= GREEDY_BELOW:
             noise = philox.numpy_gumbel(np.array([a, b]), params.seed or 0, len(context), 0, philox.TOKEN)
             scores = [value / params.temperature + g for value, g in zip(scores, noise.tolist(), strict=True)]
@@ -43,10 +45,10 @@ class TieReferee:
         return gap, gap < self._tie
 
 
-def _forced_logprob(llm: LLM, context: Sequence[int], token: int) -> float:
+def _forced_logprob(llm: LLM, context: Sequence[int], token: int, lora: str) -> float:
     """Returns the raw logprob of `token` after `context`. A logit bias, which raw logprobs ignore, forces the token."""
     params = SamplingParams(max_tokens=1, logprobs=0, logit_bias={token: 100.0}, ignore_eos=True)
-    entry = llm.generate([list(context)], params)[0].logprobs[0]
+    entry = llm.generate([list(context)], params, lora=lora)[0].logprobs[0]
     assert entry.token == token, "a bias of 100 exceeds any difference of logits"
     return entry.logprob
 

@@ -7,6 +7,7 @@ tokens' scores (l + g) within TIE of each other.
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,6 +119,7 @@ class VerificationRun:
     def __init__(self, options: VerifyOptions, progress: Progress) -> None:
         self.options, self._progress = options, progress
         self.prompts = options.texts
+        self._loras = list(islice(cycle(["", *dict(options.config.adapters)]), len(self.prompts)))  # of each prompt
         self.results: list[CellResult] = []
         self.name = ""  # the model's
         cells = pairwise(options.factors(), GRID_SEED, -(-options.min_texts // len(self.prompts)))
@@ -167,7 +169,7 @@ class VerificationRun:
         llm = LLM(model, _with_few_blocks(config, expected, model.config.max_length) if cell["preemption"] else config)
         llm.engine.head_health.is_enabled = False
         if cell["cache"]:  # fills the prefix cache, so that the compared run starts from cached blocks
-            llm.generate(self.prompts, SamplingParams(max_tokens=1), raw=self.options.raw)
+            llm.generate(self.prompts, SamplingParams(max_tokens=1), raw=self.options.raw, lora=self._loras)
         decoded, differences = self._decode(llm, cell, text), []
         for index, ((_, plain), (_, other)) in enumerate(zip(expected, decoded, strict=True)):
             if (at := first_difference(plain, other)) is not None:
@@ -188,8 +190,7 @@ class VerificationRun:
             order.sort(key=lambda index: -len(expected[index].prompt))
         params = [params_of(cell, index, self.options.max_tokens) for index in order]
         prompts = [self.prompts[index] for index in order]
-        adapters = ["", *llm.adapters]  # in turns
-        loras = [adapters[index % len(adapters)] for index in order]
+        loras = [self._loras[index] for index in order]
         completions = llm.generate(prompts, params, raw=self.options.raw, lora=loras, on_finish=finished)
         decoded = dict(zip(order, completions, strict=True))
         return [DecodedPrompt(decoded[i].prompt_token_ids, decoded[i].token_ids) for i in range(len(order))]
@@ -200,7 +201,7 @@ class VerificationRun:
         for each in (each for result in self.results for each in result.differences if each.plain >= 0):
             plain = self._plain[_key(each.cell)][each.prompt]
             context, params = [*plain.prompt, *plain.answer[: each.position]], params_of(each.cell, each.prompt, 1)
-            each.margin, each.tie = referee.margin(context, each.plain, each.other, params)
+            each.margin, each.tie = referee.margin(context, each.plain, each.other, params, self._loras[each.prompt])
 
 
 def _key(cell: GridCell) -> tuple[float, int]:

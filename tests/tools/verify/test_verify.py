@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
+from lora_files import random_adapter
 from support import family_of, make, new_folder, new_sequence, prompt_of, request, run, soften, tiny_model
 from tiny_models import write_model
 
@@ -332,3 +333,13 @@ def test_cells_are_made_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(verify, "pairwise", lambda *grid: made.append(1) or pairwise(*grid))
     few = {"drafters": (), "depths": (1,), "chunk_sizes": (512,), "temperatures": (0.0,)}
     assert verify.run(options(folder, {**SMALL_GRID, **few}, prompts=PROMPTS[:1], max_tokens=2)).ok and len(made) == 1
+
+
+def test_scores_are_those_of_an_adapter() -> None:
+    path, params = tiny_model(FAMILY).checkpoint.path, SamplingParams(temperature=0)
+    config = EngineConfig(threads=1, lora=(f"one={random_adapter(path, 1)}",))
+    plain = TieReferee(str(path), EngineConfig(threads=1)).margin([5, 6], 33, 77, params)
+    judge = TieReferee(str(path), config)
+    assert judge.margin([5, 6], 33, 77, params) == plain != judge.margin([5, 6], 33, 77, params, "one")
+    with pytest.raises(UsageError, match="--lora does not go with --against transformers"):
+        verify.run(VerifyOptions(model=str(path), config=config, against="transformers"))
