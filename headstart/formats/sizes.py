@@ -8,6 +8,8 @@ from typing import Any
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config", "transformer_layer_config")
 """Keys under which a config nests the config of its language model, or of its drafter's layers."""
 MAX_SIZE = 2**40  # larger values of a config are ignored
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+"""Kinds of layers in `layer_types`."""
 SIZE_KEYS: Mapping[str, tuple[str, ...]] = {
     "hidden": ("hidden_size", "n_embd"),
     "vocabulary": ("target_vocab_size", "vocab_size"),

@@ -21,7 +21,7 @@ import numpy as np
 
 from headstart.errors import ModelError
 from headstart.formats.base import Tensor
-from headstart.formats.sizes import Sizes, Unknown
+from headstart.formats.sizes import FULL, SLIDING, Sizes, Unknown
 from headstart.heads.base import HeadSpec, ReaderSpec
 from headstart.heads.kind import HeadCheckpoint, HeadKind
 from headstart.heads.published import DeclaredShapes, Document, DrafterFormat, Present
@@ -35,7 +35,6 @@ from headstart.layers.norm import RMSNorm
 from headstart.layers.rope import rope_spec
 from headstart.layers.weights import Shapes, Weights
 
-FULL, SLIDING = "full_attention", "sliding_attention"
 WITHOUT = {
     "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "enable_moe_block": False,
     "use_double_wide_mlp": False, "attention_bias": False, "hidden_activation": "gelu_pytorch_tanh",

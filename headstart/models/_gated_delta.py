@@ -26,13 +26,12 @@ from headstart.layers.delta import DeltaConfig
 from headstart.layers.parts import FeedForwardConfig
 from headstart.models import _qwen_vision, keys
 from headstart.models.base import Family
-from headstart.models.keys import Config, flag, number
+from headstart.models.keys import FULL, LINEAR, Config, flag, number
 from headstart.models.mtp import LLAMA_CPP_KEYS, LlamaCppDraft, MTPLayout, XllmDraft
 from headstart.models.names import Names
 from headstart.models.small import SCRATCH_EXPERTS, Arrays
 
 MAX_FEATURES = 1 << 14
-LINEAR, FULL = "linear_attention", keys.FULL
 MTP_NAMES = {
     "fc": "projection",
     "pre_fc_norm_embedding": "norm_embedding",

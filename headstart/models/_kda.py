@@ -18,7 +18,7 @@ from headstart.models import keys
 from headstart.models.keys import Config
 from headstart.models.small import Arrays
 
-LINEAR, FULL = "linear_attention", keys.FULL
+LINEAR, FULL = keys.LINEAR, keys.FULL
 MAX_DIM, MAX_TAPS = 256, 16
 CONVS = tuple(f"{part}_conv1d.weight" for part in "qkv")
 

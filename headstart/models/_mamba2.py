@@ -19,7 +19,7 @@ from headstart.models import keys
 from headstart.models.keys import Config, flag, number
 from headstart.models.small import Arrays
 
-MAMBA, FULL = "linear_attention", keys.FULL
+MAMBA, FULL = keys.LINEAR, keys.FULL
 KINDS = {"mamba": MAMBA, "mamba2": MAMBA, "attention": FULL}  # kinds of layers as older files call them
 MAX_TAPS, MAX_FEATURES = 16, 1 << 16
 PARTS: Mapping[str, str] = {".conv1d.": ".conv.", ".dt_bias": ".step_bias"}

@@ -24,9 +24,9 @@ from headstart.layers.weights import Shapes, Weights
 from headstart.models import _mamba2, keys, mimo_v2_flash
 from headstart.models.base import Family
 from headstart.models.described_mtp import LAYOUTS
-from headstart.models.keys import FULL, SLIDING, Config, flag, number
+from headstart.models.keys import FULL, LINEAR, SLIDING, SPARSE, Config, flag, number
 
-LINEAR, MAMBA = "linear_attention", "mamba"
+MAMBA = "mamba"
 NO_ROPE = RopeSpec((), 0)
 EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 ACTIVE_EXPERTS = ("num_experts_per_tok", "top_k_experts", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
@@ -202,7 +202,7 @@ def _sparse_layers(config: Config, count: int) -> list[bool]:
     """For each layer, whether it has experts."""
     if not _num_experts(config):
         return [False] * count
-    for key, word in (("mlp_layer_types", "sparse"), ("moe_layer_freq", 1)):
+    for key, word in (("mlp_layer_types", SPARSE), ("moe_layer_freq", 1)):
         if isinstance(kinds := config.get(key), list) and len(kinds) >= count:
             return [kind == word for kind in kinds[:count]]
     listed = config.get("mlp_only_layers")

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from headstart.errors import ModelError
-from headstart.formats.sizes import MAX_SIZE
+from headstart.formats.sizes import FULL as FULL, LINEAR as LINEAR, MAX_SIZE, SLIDING as SLIDING
 from headstart.kernels.ops import Activation, AttentionSpec, RouterSpec
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
@@ -106,7 +106,6 @@ def attention(
 
 
 CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def windows(config: Config) -> list[int]:
@@ -300,14 +299,29 @@ def mixed_layers(
     ]
 
 
+def layer_flags(config: Config, key: str, flags: object) -> list[bool]:
+    """A flag for each layer from `flags`, the value of `key`: 0 or 1 for at least so many layers. Raises ModelError."""
+    count = num_layers(config)
+    if not isinstance(flags, list) or len(flags) < count or any(each not in (0, 1) for each in flags):
+        raise ModelError(f"config.json: {key} must be a list of 0 and 1 for {count} layers")
+    return [bool(each) for each in flags[:count]]
+
+
+def with_feed_kinds(config: Config) -> Config:
+    """The config with `mlp_layer_types` where it has `moe_layer_freq`, a list with 1 for layers with experts."""
+    flags = config.get("moe_layer_freq")
+    if flags is None or config.get("mlp_layer_types") is not None:
+        return config
+    kinds = [SPARSE if each else DENSE for each in layer_flags(config, "moe_layer_freq", flags)]
+    return inside(config, {"mlp_layer_types": kinds})
+
+
 def rotated_layers(config: Config, flags: object) -> list[bool]:
     """For each layer, whether it has RoPE: by flags, or (None) all but each `no_rope_layer_interval`th."""
     count, every = num_layers(config), number(config, "no_rope_layer_interval", default=4)
     if flags is None:
         return [(i + 1) % every != 0 for i in range(count)]
-    if not isinstance(flags, list) or len(flags) < count or any(each not in (0, 1) for each in flags):
-        raise ModelError(f"config.json: no_rope_layers must be 0 (not rotated) or 1 for each of {count} layers")
-    return [bool(each) for each in flags[:count]]
+    return layer_flags(config, "no_rope_layers", flags)
 
 
 def num_mtp(config: Config) -> int:

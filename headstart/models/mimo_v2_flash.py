@@ -13,7 +13,7 @@ from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.models import keys
 from headstart.models.base import Family
-from headstart.models.keys import FULL, SLIDING, Config, flag, number, real
+from headstart.models.keys import FULL, SLIDING, SPARSE, Config, flag, number, real
 from headstart.models.mtp import MTPLayout
 from headstart.models.names import PREFIXES, Names
 from headstart.models.reading import Reading
@@ -29,17 +29,17 @@ HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
 def parse(config: Config) -> DecoderConfig:
     config = keys.inside(config, {})
     keys.refuse_others(config, {**SINKS, "attention_projection_layout": "split"})
-    kinds, sparse = _kinds(config), _sparse(config)
+    kinds, feeds = _kinds(config), keys.feed_kinds(keys.with_feed_kinds(config), default=1)
     gguf = config.get("model_type") == LLAMA_CPP
     ropes = keys.by_kind(config, BASES_OF_GGUF if gguf else BASES)
     firsts = {kind: kinds.index(kind) if kind in kinds else len(kinds) for kind in {*kinds, SLIDING}}
     mixers = {kind: _attention(ropes[kind], kind, index) for kind, index in firsts.items()}
     more = {"eps": real(config, "layernorm_epsilon", real(config, "rms_norm_eps", 1e-5))}
     dense = keys.mlp(config)
-    experts = keys.sigmoid_experts(config.inside({"moe_layer_freq": 1})) if any(sparse) else dense
+    experts = keys.sigmoid_experts(config.inside({"moe_layer_freq": 1})) if SPARSE in feeds else dense
     layers = [
-        keys.layer(config, mixers[kind], experts if each else dense, **more)
-        for kind, each in zip(kinds, sparse, strict=True)
+        keys.layer(config, mixers[kind], experts if feed == SPARSE else dense, **more)
+        for kind, feed in zip(kinds, feeds, strict=True)
     ]
     module, recycle = keys.layer(config, mixers[SLIDING], dense, **more), keys.mtp_recycle(config, "pre_norm")
     return keys.decoder(ropes[FULL], layers, mtp_layer=module, mtp_recycle=recycle, **more)
@@ -52,25 +52,12 @@ def _kinds(config: Config) -> list[str]:
     flags = config.get("sliding_window_pattern") if flags is None else flags
     if kinds is None and flags is not None:
         flags = flags if isinstance(flags, list) else [flags] * count
-        if any(each not in (0, 1) for each in flags) or len(flags) < count:
-            raise ModelError(f"config.json: hybrid_layer_pattern must be a list of 0 and 1 for {count} layers")
-        kinds = [SLIDING if each else FULL for each in flags[:count]]  # in a GGUF file flags of MTP modules follow
+        sliding = keys.layer_flags(config, "hybrid_layer_pattern", flags)  # in a GGUF file flags of modules follow
+        kinds = [SLIDING if each else FULL for each in sliding]
     if kinds is None:
         kinds = [SLIDING if i and (i + 1) % 6 else FULL for i in range(count)]
     keys.check_kinds(kinds, count, (FULL, SLIDING))
     return list(kinds)
-
-
-def _sparse(config: Config) -> list[bool]:
-    """For each layer, whether it has experts; by default all but the first."""
-    count = keys.num_layers(config)
-    if (kinds := config.get("mlp_layer_types")) is not None:
-        keys.check_kinds(kinds, count, ("dense", "sparse"))
-        return [kind == "sparse" for kind in kinds]
-    flags = config.get("moe_layer_freq", [0] + [1] * (count - 1))
-    if not isinstance(flags, list) or len(flags) != count or any(each not in (0, 1) for each in flags):
-        raise ModelError(f"config.json: moe_layer_freq must be a list of 0 and 1 for {count} layers")
-    return [bool(each) for each in flags]
 
 
 def _attention(config: Reading, kind: str, index: int) -> AttentionConfig:

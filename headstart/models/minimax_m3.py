@@ -18,12 +18,12 @@ from headstart.layers.mlp import MLPConfig
 from headstart.models import keys
 from headstart.models._gemma import minus_one, plus_one
 from headstart.models.base import Family
-from headstart.models.keys import Config, number, real
+from headstart.models.keys import FULL, Config, number, real
 from headstart.models.mtp import MTPLayout
 from headstart.models.names import WRAPPED, Names
 from headstart.models.small import Arrays
 
-FULL, INDEXED = "full_attention", "minimax_m3_sparse"
+INDEXED = "minimax_m3_sparse"
 SERVED = {
     "swiglu_alpha": 1.702, "swiglu_beta": 1.0, "swiglu_limit": 7.0, "use_gemma_norm": True,
     "qk_norm_type": "per_head", "scoring_func": "sigmoid", "use_routing_bias": True, "attention_output_gate": False,
@@ -48,17 +48,8 @@ def parse(config: Config) -> DecoderConfig:
     flags = _indexed(config)
     indexed = replace(mixer, indexer=_indexer(config, mixer)) if any(flags) else mixer
     mixers = [indexed if each else mixer for each in flags]
-    layers = keys.mixed_layers(_sparse_from(config), mixers, dense, experts)
+    layers = keys.mixed_layers(keys.with_feed_kinds(config), mixers, dense, experts)
     return keys.decoder(config, layers, tied=tied, mtp_layer=keys.layer(config, indexed, experts))
-
-
-def _sparse_from(config: Config) -> Config:
-    """The config with `mlp_layer_types` where it has `moe_layer_freq` (1: experts)."""
-    flags = config.get("moe_layer_freq")
-    if not isinstance(flags, list) or config.get("mlp_layer_types") is not None:
-        return config
-    kinds = [keys.SPARSE if each else keys.DENSE for each in flags[: keys.num_layers(config)]]
-    return keys.inside(config, {"mlp_layer_types": kinds})
 
 
 def _indexed(config: Config) -> list[bool]:
@@ -68,10 +59,7 @@ def _indexed(config: Config) -> list[bool]:
     if kinds is not None:
         keys.check_kinds(kinds, count, (FULL, INDEXED))
         return [kind == INDEXED for kind in kinds]
-    flags = sparse.get("sparse_attention_freq", [0] * count)
-    if not isinstance(flags, list) or len(flags) < count:
-        raise ModelError(f"config.json: sparse_attention_freq must be a list of {count} values, 0 or 1")
-    return [bool(each) for each in flags[:count]]
+    return keys.layer_flags(config, "sparse_attention_freq", sparse.get("sparse_attention_freq", [0] * count))
 
 
 def _sparse_attention(config: Config) -> Config:

@@ -21,7 +21,7 @@ from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import LayerConfig
 from headstart.models import keys
 from headstart.models.base import Family
-from headstart.models.keys import FULL, SLIDING, Config, flag, number, real
+from headstart.models.keys import DENSE, FULL, SLIDING, SPARSE, Config, flag, number, real
 from headstart.models.mtp import MTPLayout
 from headstart.models.names import WRAPPED, Names
 from headstart.models.reading import Reading
@@ -85,9 +85,9 @@ def _sparse(config: Config, count: int) -> list[bool]:
     if (kinds := config.get("mlp_layer_types")) is not None:
         more = config.get("mtp_mlp_layer_types") or []
         kinds = [*kinds, *more] if isinstance(kinds, list) and len(kinds) == trunk else kinds
-        kinds = [*kinds, *["dense"] * (count - len(kinds))] if isinstance(kinds, list) else kinds
-        keys.check_kinds(kinds, count, ("dense", "sparse"))
-        return [kind == "sparse" for kind in kinds]
+        kinds = [*kinds, *[DENSE] * (count - len(kinds))] if isinstance(kinds, list) else kinds
+        keys.check_kinds(kinds, count, (DENSE, SPARSE))
+        return [kind == SPARSE for kind in kinds]
     listed = config.get("moe_layers_enum")
     if listed is None:
         first = number(config, "first_k_dense_replace", default=FIRST_SPARSE, least=0)

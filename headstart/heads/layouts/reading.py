@@ -25,6 +25,7 @@ from typing import Any
 from headstart.config import MAX_DEPTH
 from headstart.errors import ModelError
 from headstart.formats.base import Tensor
+from headstart.formats.sizes import FULL, SLIDING
 from headstart.heads.base import BlockSpec, HeadSpec
 from headstart.heads.kind import HeadCheckpoint, head_kind, reading_config
 from headstart.heads.layouts.names import canonical, check_whole, draft_ids
@@ -221,15 +222,15 @@ class _Drafter:
             both = self.document.get("sliding_window_non_causal")
             return False, not (self.selects if both is None else both)
         own = "muse_glimmer_assistant" not in str(self.document.get("model_type"))
-        return False, own and any(each == "sliding_attention" for each in self._types())
+        return False, own and any(each == SLIDING for each in self._types())
 
     def _types(self) -> list[str]:
         count = self.number(self.inner, "num_hidden_layers")
         types = self.inner.get("layer_types")
         if types is None:
             first = int(self.inner.get("max_window_layers", 28)) if self.inner.get("use_sliding_window") else count
-            types = ["full_attention" if i < first else "sliding_attention" for i in range(count)]
-        unknown = {*types} - {"full_attention", "sliding_attention"}
+            types = [FULL if i < first else SLIDING for i in range(count)]
+        unknown = {*types} - {FULL, SLIDING}
         if len(types) != count or unknown:
             raise ModelError(f"{self.path / 'config.json'}: layer_types is {types}, for {count} layers of attention")
         return list(types)
@@ -237,7 +238,7 @@ class _Drafter:
     def _windows(self) -> tuple[int, ...]:
         """BlockSpec.windows: of each layer; empty if no layer has a window."""
         types = self._types()
-        sliding = [each == "sliding_attention" for each in types]
+        sliding = [each == SLIDING for each in types]
         if self.told("use_swa") and not any(sliding):
             sliding = [True] * len(types)
         if not any(sliding):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from headstart.errors import ModelError
+from headstart.formats.sizes import FULL, SLIDING
 from headstart.heads.base import BlockSpec
 from headstart.heads.kind import HeadCheckpoint, plain_parts
 from headstart.heads.layouts.names import theirs, vocabulary_maps
@@ -71,7 +72,7 @@ def as_speculators(head: HeadCheckpoint, arrays: Arrays) -> Written:
     causal = all(map(block.is_causal, range(block.num_layers)))
     inner = _transformer(head)
     if causal and not any(block.windows):
-        inner |= {"layer_types": ["sliding_attention"] * block.num_layers, "use_sliding_window": True}
+        inner |= {"layer_types": [SLIDING] * block.num_layers, "use_sliding_window": True}
         inner["sliding_window"] = inner["max_position_embeddings"]
     document = {
         "architectures": ["DSparkSpeculator" if kind == "dspark" else "DFlashSpeculator"],
@@ -144,7 +145,7 @@ def _transformer(head: HeadCheckpoint) -> dict[str, Any]:
         "num_key_value_heads": attention.spec.num_kv_heads, "head_dim": dim, "hidden_act": "silu",
         "rms_norm_eps": layer.eps, "rope_theta": round(theta, 6), "attention_bias": attention.qkv_bias,
         "attention_dropout": 0.0, "max_position_embeddings": POSITIONS, "max_window_layers": block.num_layers,
-        "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
+        "layer_types": [SLIDING if window else FULL for window in windows],
         "use_sliding_window": any(windows), "sliding_window": max(windows) or None, "tie_word_embeddings": False,
         "vocab_size": head.vocab_size, "dtype": "bfloat16",
     }  # fmt: skip

@@ -17,7 +17,7 @@ from headstart.formats.base import Checkpoint, make_tensor
 from headstart.formats.gguf_names import KEYS, gguf_name
 from headstart.formats.safetensors import Planned, bfloat16
 from headstart.formats.sizes import Sizes, text_config
-from headstart.models.keys import FULL, check_kinds, num_layers, number, real
+from headstart.models.keys import FULL, LINEAR, check_kinds, num_layers, number, real
 from headstart.models.mtp import LlamaCppDraft
 from headstart.models.names import trailing_name
 from headstart.tools.export.module import count_modules, cut_module, find_module
@@ -26,7 +26,6 @@ U32, F32, BOOL = "uint32", "float32", "bool"
 TYPES = {"attention.layer_norm_rms_epsilon": F32, "expert_weights_scale": F32, "expert_weights_norm": BOOL}
 """GGUF types of keys that are not whole numbers."""
 ACTIVATION = "silu"
-RECURRENT = "linear_attention"
 TRUNK = ("embed_tokens.weight", "norm.weight", "lm_head.weight")
 """Canonical names of the trunk's tensors that the file contains too."""
 EXPERT = re.compile(r"layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
@@ -109,7 +108,7 @@ def _metadata(
         keys["expert_gating_func"] = (architecture.gating, U32)
     if architecture.recurrent:
         inner = number(config, "linear_value_head_dim") * number(config, "linear_num_value_heads")
-        recurrent = [kind == RECURRENT for kind in _layer_types(config, layers)] + [False] * count
+        recurrent = [kind == LINEAR for kind in _layer_types(config, layers)] + [False] * count
         keys |= {"ssm.inner_size": (inner, U32), "attention.recurrent_layers": (recurrent, "array")}
     return {f"{architecture.architecture}.{key}": value for key, value in keys.items()}
 
@@ -125,8 +124,8 @@ def _typed(config: Mapping[str, Any], key: str, kind: str) -> tuple[Any, str]:
 def _layer_types(config: Mapping[str, Any], layers: int) -> list[str]:
     """Returns the kind of each layer; some configs only give the distance of full-attention layers."""
     every = number(config, "full_attention_interval", default=4)
-    kinds = config.get("layer_types") or [RECURRENT if (i + 1) % every else FULL for i in range(layers)]
-    check_kinds(kinds, layers, (RECURRENT, FULL))
+    kinds = config.get("layer_types") or [LINEAR if (i + 1) % every else FULL for i in range(layers)]
+    check_kinds(kinds, layers, (LINEAR, FULL))
     return list(kinds)
 
 
