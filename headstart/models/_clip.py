@@ -5,6 +5,7 @@ Keys and names: gguf 0.19 `constants.py`, `tensor_mapping.py`. Changes to tensor
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ def names(merger: Mapping[str, str | None]) -> Names:
 def open_projector(path: Path) -> GgufFile:
     """Opens a projector file. Raises ModelError for a damaged file and for one without a vision tower."""
     file = read(path)
+    plain = {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in file.metadata.items()}
+    file = replace(file, metadata=plain)
     if file.metadata.get("general.architecture") != "clip" or projector_type(file) is None:
         raise ModelError(f"{path} has no vision tower", "name the model's mmproj file: --mmproj FILE")
     return file
@@ -67,17 +70,17 @@ def vision_config(metadata: Config, **renamed: str) -> dict[str, Any]:
 def statistics(metadata: Config) -> dict[str, Any]:
     """The keys of preprocessor_config.json for the values of pixels."""
     found = {key: metadata.get(f"clip.vision.{key}") for key in STATISTICS}
-    return {key: [_rounded(each) for each in value] for key, value in found.items() if isinstance(value, np.ndarray)}
+    return {key: [_rounded(each) for each in value] for key, value in found.items() if isinstance(value, list)}
 
 
 def _rounded(value: Any) -> Any:
     """The number that was written, from its float32."""
-    return float(str(np.float32(value))) if isinstance(value, float | np.floating) else value
+    return float(str(np.float32(value))) if isinstance(value, float) else value
 
 
 def deep_layers(metadata: Config) -> list[int]:
     """Layers whose outputs a merger reads."""
-    return np.flatnonzero(np.asarray(metadata.get("clip.vision.is_deepstack_layers", ()))).tolist()
+    return [i for i, is_deep in enumerate(metadata.get("clip.vision.is_deepstack_layers", ())) if is_deep]
 
 
 def canonical_tensors(file: GgufFile, table: Names) -> dict[str, RawTensor]:

@@ -101,7 +101,7 @@ def _tower(config: dict[str, Any], trunk: DecoderConfig) -> VisionConfig:
         ),
         eps=EPS, centered=not gated, biased=not gated,
     )  # fmt: skip
-    depth, inner = keys.number(config, "depth"), hidden * merge**2
+    depth, inner = keys.num_layers(config, "depth"), hidden * merge**2
     deep, whole = (_layers(config, key, depth) for key in ("deepstack_visual_indexes", "fullatt_block_indexes"))
     if len(deep) > len(trunk.layers):
         raise ModelError(f"config.json: {len(deep)} deepstack_visual_indexes for {len(trunk.layers)} layers")
@@ -179,9 +179,9 @@ def _patch_elements(config: VisionConfig) -> int:
 def read_projector(metadata: Config, tensors: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """ProjectorLayout.read."""
     written = _clip.vision_config(metadata, num_hidden_layers="depth", num_attention_heads="num_heads")
-    depth, whole = keys.number(written, "depth"), metadata.get("clip.vision.wa_layer_indexes")
+    depth, whole = keys.num_layers(written, "depth"), metadata.get("clip.vision.wa_layer_indexes")
     period = keys.number(metadata, "clip.vision.n_wa_pattern", default=depth)
-    written["fullatt_block_indexes"] = list(range(period - 1, depth, period)) if whole is None else whole.tolist()
+    written["fullatt_block_indexes"] = list(range(period - 1, depth, period)) if whole is None else whole
     written["deepstack_visual_indexes"] = _clip.deep_layers(metadata)
     side = written["image_size"] // written["patch_size"] if "v.position_embd.weight" in tensors else 0
     written["num_position_embeddings"] = side**2

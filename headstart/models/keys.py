@@ -254,10 +254,10 @@ _layer = layer  # for `stack`, whose parameter has the same name
 MAX_LAYERS = 10_000
 
 
-def num_layers(config: Config) -> int:
-    count = number(config, "num_hidden_layers")
+def num_layers(config: Config, key: str = "num_hidden_layers") -> int:
+    count = number(config, key)
     if count > MAX_LAYERS:
-        raise ModelError(f"config.json: num_hidden_layers is {count}, but at most {MAX_LAYERS} make sense")
+        raise ModelError(f"config.json: {key} is {count}, but at most {MAX_LAYERS} make sense")
     return count
 
 

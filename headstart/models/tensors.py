@@ -118,7 +118,11 @@ def _projector(checkpoint: Checkpoint, path: Path) -> _Tower:
     for name in registry.available("models"):
         vision = registry.find("models", name).FAMILY.vision
         if vision and (layout := vision.projector) and kind in layout.model_types:
-            config, preparation = layout.read(file.metadata, file.tensors.keys())
+            try:
+                config, preparation = layout.read(file.metadata, file.tensors.keys())
+            except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+                what = f"{path}: a wrong or missing metadata key: {error}"
+                raise ModelError(what, "convert the model again") from error
             config = {**checkpoint.config, "model_type": layout.model_types[kind], **config}
             return _Tower(vision, layout.names, _clip.canonical_tensors(file, layout.names), config, preparation, True)
     raise _not_supported(kind)

@@ -1,7 +1,9 @@
 """Vision towers in llama.cpp's projector files: the same models from safetensors and from GGUF files."""
 
 import json
+import math
 import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,10 @@ from headstart.api.images import check_tower
 from headstart.config import EngineConfig
 from headstart.core import SamplingParams
 from headstart.engine.vision import VisionEncoder
-from headstart.errors import UsageError
-from headstart.formats import open_checkpoint
+from headstart.errors import ModelError, UsageError
+from headstart.formats import gguf_file, open_checkpoint
+from headstart.models import _clip
+from headstart.models.tensors import find_family, find_vision, read_config
 from headstart.tools.inspect.run import InspectOptions, run as inspect, runs_here
 
 IMAGES = [random_image(1), random_image(2, 90, 23)]
@@ -129,3 +133,23 @@ def test_the_file_is_beside_the_model_or_named(tmp_path: Path) -> None:
         LLM(str(path), EngineConfig(threads=1, mmproj=str(alone)))
     with pytest.raises(UsageError, match="--mmproj: /no/such is not a file"):
         EngineConfig(mmproj="/no/such")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_odd_metadata_is_refused_by_name_or_read(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No value of a key ends in anything but a tower or a ModelError."""
+    checkpoint = open_checkpoint(converted(kind))
+    family = find_family(checkpoint)
+    trunk = read_config(checkpoint, family)
+    assert checkpoint.projector
+    file, refused = gguf_file.read(checkpoint.projector), 0
+    for key in [each for each in file.metadata if each.startswith("clip.")]:
+        arrays = np.array([0, 0.5, 3]), np.array([]), ["x"]
+        for value in (None, 0, -1, 3, 2**30, 2**40, 0.5, math.nan, "x", True, *arrays):
+            changed = {name: each for name, each in {**file.metadata, key: value}.items() if each is not None}
+            monkeypatch.setattr(_clip, "read", lambda _, found=changed: replace(file, metadata=found))
+            try:
+                assert find_vision(checkpoint, family, trunk)
+            except ModelError as error:
+                refused += bool(error.message)
+    assert refused > 20
