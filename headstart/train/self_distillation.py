@@ -76,17 +76,21 @@ def check(options: DataOptions) -> None:
         raise UsageError(f"--out: {options.out} is a file", "give a folder")
     if options.out.is_dir() and (entries := {each.name for each in options.out.iterdir()}) and not entries & OWN_FILES:
         raise UsageError(f"--out: {options.out.resolve()} holds other files", "give a folder of its own, or a new name")
-    earlier, model = _manifest_model(options.out / "manifest.json"), options.model or DEFAULT_MODEL
-    if earlier and Path(earlier).name != Path(model).name:  # the same model may be in another folder
-        raise UsageError(f"--out: {options.out} holds text of {earlier}, not of {model}", "give another folder")
+    earlier = _writer(options.out / "manifest.json")
+    writer = [options.model or DEFAULT_MODEL, *(path for _, path in options.config.adapters[:1])]
+    # the same model may be in another folder
+    if earlier and [Path(each).name for each in earlier] != [Path(each).name for each in writer]:
+        what = f"--out: {options.out} holds text of {' with '.join(earlier)}, not of {' with '.join(writer)}"
+        raise UsageError(what, "give another folder")
 
 
-def _manifest_model(manifest: Path) -> str:
-    """The model that wrote the text so far; empty if unknown."""
+def _writer(manifest: Path) -> list[str]:
+    """The model that wrote the text so far, and its adapter if it had one; empty if unknown."""
     try:
-        return str(json.loads(manifest.read_text("utf-8"))["model"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
+        found = json.loads(manifest.read_text("utf-8"))
+        return [str(found[key]) for key in ("model", "lora") if found.get(key)]
+    except (OSError, ValueError, AttributeError):
+        return []
 
 
 def run(options: DataOptions, progress: Progress = no_progress) -> Report:
@@ -245,10 +249,11 @@ class _DataRun:
         write_atomic(self.options.out / "manifest.json", json.dumps(self.manifest(), indent=2) + "\n")
 
     def manifest(self) -> dict[str, Any]:
-        """Counts by kind, sources with their licences, model and seed."""
+        """Counts by kind, sources with their licences, model, path of its adapter, and seed."""
         return {
             "headstart_version": __version__,
             "model": self.llm.model.name,
+            "lora": next(iter(self.llm.adapters.values()), None),
             "seed": self.options.seed,
             "answer_tokens": self.tokens,
             "kinds": {kind: dict(counts) for kind, counts in sorted(self._kinds.items())},

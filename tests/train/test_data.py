@@ -124,6 +124,9 @@ def test_a_folder_of_other_files_is_left_alone(out: str, tmp_path: Path, monkeyp
 
 
 def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text('{"model": "my-model", "lora": "./sql"}')
+    with pytest.raises(UsageError, match=r"holds text of my-model with \./sql, not of my-model"):
+        run(DataOptions(model="my-model", out=tmp_path, tokens=10))
     (tmp_path / "manifest.json").write_text('{"model": "models/other"}')
     with pytest.raises(UsageError, match="holds text of models/other, not of my-model"):
         run(DataOptions(out=tmp_path, tokens=10, model="my-model"))
