@@ -39,12 +39,12 @@ class Found:
         return self.difference <= LIMIT and self.same and self.exact
 
 
-def compare(folder: Path, vocab: int, *, drafts: bool) -> Found:
+def compare(folder: Path, vocab: int, *, drafts: str) -> Found:
     """A model of which MTP modules draft, or else prompt lookup."""
     prompts = [[3 + token % (vocab - 3) for token in prompt_of(length, length)] for length in LENGTHS]
     prompts[0][8:] = prompts[0][3:8]  # something to look up
     plain = {"drafter": "none", "max_num_seqs": 1, "enable_prefix_caching": False}
-    drafting = {"drafter": "mtp" if drafts else "ngram", "depth": DEPTH, "max_num_batched_tokens": CHUNK}
+    drafting = {"drafter": drafts or "ngram", "depth": DEPTH, "max_num_batched_tokens": CHUNK}
     theirs, _ = texts(folder, "reference", prompts, plain)
     ours, _ = texts(folder, "cuda", prompts, plain)
     drafted, accepted = texts(folder, "cuda", prompts, drafting)

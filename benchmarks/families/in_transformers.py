@@ -10,8 +10,9 @@ from typing import Any
 
 from family_rows import row_of
 from oracles import greedy_text, logits_of_oracle, oracle_of
-from support import make, prompt_of, request, run
+from support import ALL_FAMILIES, make, prompt_of, request, run
 from test_families import logits_in_chunks, test_draft_logits_of_a_growing_sequence
+from test_v4_dspark import test_what_it_drafts_is_what_public_code_says
 from tiny_models import write_model
 
 from headstart.config import EngineConfig
@@ -68,10 +69,19 @@ def same_until(left: list[int], right: list[int]) -> int:
     return next(different, len(left))
 
 
-def has_drafter(name: str) -> bool:
-    return row_of(name).mtp is not None
+DSPARK = "deepseek_v4_dspark"
 
 
-def check_drafter(name: str) -> None:
-    """Draft logits of 20 lengths, three steps each. Raises AssertionError."""
-    test_draft_logits_of_a_growing_sequence(name)
+def has_drafter(row: str) -> bool:
+    """Is there a check of this row's drafter? Of variants of families only DSPARK has one."""
+    return row == DSPARK or (row in ALL_FAMILIES and row_of(row).mtp is not None)
+
+
+def check_drafter(row: str) -> None:
+    """Draft logits of 20 lengths, three steps each, or of a block after contexts of three lengths. Raises
+    AssertionError."""
+    if row == DSPARK:
+        for length in (1, 7, 40):
+            test_what_it_drafts_is_what_public_code_says("reference", "float64", length)
+    else:
+        test_draft_logits_of_a_growing_sequence(row)

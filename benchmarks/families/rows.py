@@ -10,13 +10,20 @@ from typing import Any
 import numpy as np
 from tiny_models import write_model
 
-from families.softened import QUIET, agreeing, has_head
+from families.softened import QUIET, agreeing, kind_of_head
 from families.weight_formats import FORMATS
 from headstart import registry
 from headstart.models.base import Family
 from headstart.models.small import Arrays
 
 VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "deepseek_v4_dspark": (
+        "deepseek_v4",
+        {
+            "dspark_block_size": 5, "dspark_markov_rank": 48, "dspark_noise_token_id": 130,
+            "dspark_target_layer_ids": [0, 2], "compress_ratios": [4, 128, 0, 0, 0, 0],
+        },
+    ),
     "gemma4_experts": (
         "gemma4", {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 20},
     ),
@@ -45,15 +52,10 @@ class Row:
         found: Family = registry.find("models", self.module).FAMILY
         return found
 
-    @property
-    def is_plain(self) -> bool:
-        """A family without changes."""
-        return not self.changes and not self.weight_format
-
-    def write(self, folder: Path) -> tuple[Path, int, bool]:
-        """The softened model: its directory, its vocabulary's size, and whether it has an MTP module."""
+    def write(self, folder: Path) -> tuple[Path, int, str]:
+        """The softened model: its directory, its vocabulary's size, and the kind of its head; empty: it has none."""
         config, arrays = self.family.tiny(**self.changes)
-        drafts, arrays = has_head(arrays), agreeing(arrays)
+        drafts, arrays = kind_of_head(arrays), agreeing(arrays)
         if self.weight_format:
             config = {**config, "quantization_config": dict(FORMATS[self.weight_format][0])}
             arrays = quantize_trunk(arrays, self.weight_format)

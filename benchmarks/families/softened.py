@@ -10,6 +10,7 @@ import numpy as np
 from headstart.models.small import Arrays
 
 SOFT = 0.1
+MARKOV_SCALE = 2.0  # of a Markov head's logits, beside those of mask rows, which say nothing
 QUIET = (
     "o_proj.weight", "wo_b.weight", "out_proj.weight", "down_proj.weight", "w2.weight", "experts.down_proj",
     "down_proj_bias",
@@ -20,23 +21,34 @@ PROJECTIONS = {
 """Ending of the name of an MTP module's projection -> does the hidden state come first?"""
 SUMMED = {".e_proj.weight": 1.0, ".h_proj.weight": 0.0}
 """Two projections whose results are added -> how much of its input each lets through."""
+MARKOV = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
+"""Tables of a DSpark drafter's Markov head, with as many columns as the hidden size."""
 TAKES = r"pre_fc_norm_embedding\.weight|enorm(\.m)?\.weight|token_layernorm\.weight"
 SAYS = r"mtp\.(\d\.)?norm\.weight|shared_head\.norm\.weight|final_layernorm\.weight|mtp_emb_norm"
 LAST_NORMS = ("model.norm.weight", "backbone.norm_f.weight", "model.final_layernorm.weight", "norm.weight")
 """Of the trunk."""
 
 
-def has_head(arrays: Arrays) -> bool:
-    """Is there an MTP module of a kind that `agreeing` knows?"""
-    return any(name.endswith(ending) for name in arrays for ending in {**PROJECTIONS, **SUMMED})
+def kind_of_head(arrays: Arrays) -> str:
+    """`mtp` or `block`, of a head inside the checkpoint that `agreeing` knows; empty: there is none."""
+    if any(name.endswith(MARKOV[0]) for name in arrays):
+        return "block"
+    return "mtp" if any(name.endswith(ending) for name in arrays for ending in {**PROJECTIONS, **SUMMED}) else ""
 
 
 def agreeing(arrays: Arrays) -> Arrays:
-    """Quiet blocks; an MTP module that passes its token's embedding on to the trunk's own last norm."""
+    """Quiet blocks; an MTP module that passes its token's embedding on to the trunk's own last norm, or a Markov head
+    that gives the trunk's logits of the token before."""
     arrays = {name: array * np.float32(SOFT if name.endswith(QUIET) else 1) for name, array in arrays.items()}
     folded = any("pre_fc_norm" in name for name in arrays)  # norms that are 1 + w
     last = next((name for name in LAST_NORMS if name in arrays), "")
     for name, array in arrays.items():
+        if name.endswith(MARKOV[0]):
+            embedded = arrays["embed.weight"]
+            normed = embedded / np.sqrt(np.square(embedded).mean(-1, keepdims=True)) * arrays[last]
+            arrays[name] = (MARKOV_SCALE * normed).astype(np.float32)
+        elif name.endswith(MARKOV[1]):
+            arrays[name] = arrays["head.weight"]
         for ending, hidden_first in PROJECTIONS.items():
             if name.endswith(ending):
                 halves = [np.eye(len(array)), np.zeros((len(array),) * 2)]
