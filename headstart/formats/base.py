@@ -224,6 +224,10 @@ class Tensor:
         """The same values in the same order with another shape."""
         return replace(self, shape=shape)
 
+    def as_matrix(self) -> Tensor:
+        """The same values as one matrix: leading dimensions are flattened into rows."""
+        return self.shaped(math.prod(self.shape[:-1]), self.shape[-1])
+
     def affine(self, factor: float, offset: float) -> Tensor:
         """A tensor of factor * value + offset, in float32."""
         return self._changed(np.float32(factor) * self.float32() + np.float32(offset))

@@ -34,6 +34,7 @@ Number = StrictInt | StrictFloat
 
 
 Name = Annotated[StrictStr, Field(max_length=limits.NAME)]
+GivenName = Annotated[StrictStr, Field(min_length=1, max_length=limits.NAME)]
 Many = Annotated[list[Item], Field(fail_fast=True)]
 Stop = Annotated[StrictStr, Field(max_length=limits.STOP_LENGTH)]
 
@@ -231,7 +232,7 @@ class Common(with_sampling(MessagesBody, {name: name for name in parameters() if
     guided_regex: StrictStr | None = None
     guided_choice: Annotated[Many[StrictStr], Field(max_length=limits.CHOICES)] | None = None
     guided_grammar: StrictStr | None = None
-    cache_salt: Annotated[StrictStr, Field(min_length=1, max_length=limits.NAME)] | None = Field(
+    cache_salt: GivenName | None = Field(
         default=None, description="The prefix cache is shared only between requests with the same salt."
     )
     priority: Annotated[StrictInt, Field(ge=-limits.PRIORITY, le=limits.PRIORITY)] | None = Field(
@@ -339,7 +340,7 @@ class NamedTool(Body):
 class Function(Body):
     """A function that the model may call; `parameters` is a JSON schema."""
 
-    name: Annotated[StrictStr, Field(min_length=1, max_length=limits.NAME)]
+    name: GivenName
     description: StrictStr | None = None
     parameters: dict[str, Any] | None = None
 

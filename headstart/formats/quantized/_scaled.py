@@ -19,7 +19,7 @@ def scaled(stored: Stored, shape: Shape, codes: Codes, block: tuple[int, int] | 
     """A function that reads values float32(code) * float32(scale) of a weight [..., rows, columns]. `block`: rows and
     columns that share a scale; None: by the scales' shape. Raises ModelError if scales and weight do not fit."""
     block = block or block_of(stored, shape)
-    folded = stored.main.shaped(math.prod(shape[:-1]), stored.main.shape[-1])
+    folded = stored.main.as_matrix()
     scales_of = scale_rows(stored, shape, block)
 
     def decode(chosen: NDArray[np.int64]) -> NDArray[np.float32]:

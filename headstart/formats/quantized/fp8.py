@@ -5,7 +5,6 @@ as a byte is a power of two (MXFP8). Value: float32(code) * scale. Kernels use E
 a multiple of 16, 32 or 64 columns. Other widths, and E5M2, become bfloat16.
 """
 
-import math
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +47,7 @@ def keep(stored: quantization.Stored) -> quantization.Kept | None:
     if not group:
         return None
     layout, scales_of = Layout("E4M3", group, "F32"), scale_rows(stored, shape, block)
-    folded = stored.main.shaped(math.prod(shape[:-1]), shape[-1])
+    folded = stored.main.as_matrix()
 
     def rows(chosen: NDArray[np.int64]) -> NDArray[np.uint8]:
         scales = np.repeat(scales_of(chosen), -(-block[1] // group), axis=1)[:, : -(-shape[-1] // group)]

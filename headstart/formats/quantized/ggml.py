@@ -28,17 +28,11 @@ def check(stored: Stored) -> None:
 
 def keep(stored: Stored) -> Kept:
     check(stored)
-    return _one_bit(_folded(stored)) if stored.main.dtype == "Q1_0" else _nvfp4(stored)
-
-
-def _folded(stored: Stored) -> Tensor:
-    """The weight as one matrix, with leading dimensions flattened into rows."""
-    shape = stored.main.shape
-    return stored.main.shaped(math.prod(shape[:-1]), shape[-1])
+    return _one_bit(stored.main.as_matrix()) if stored.main.dtype == "Q1_0" else _nvfp4(stored)
 
 
 def _nvfp4(stored: Stored) -> Kept:
-    layout, matrix, num_rows = Layout("E2M1", 16, "E4M3"), _folded(stored), math.prod(stored.main.shape[-2:-1])
+    layout, matrix, num_rows = Layout("E2M1", 16, "E4M3"), stored.main.as_matrix(), math.prod(stored.main.shape[-2:-1])
 
     def rows(chosen: NDArray[np.int64]) -> NDArray[np.uint8]:
         factors = np.ones(1, np.float32) if stored.scale is None else numbers(stored.scale, stored).reshape(-1)

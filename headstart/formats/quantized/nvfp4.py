@@ -63,7 +63,7 @@ def keep(stored: Stored) -> Kept | None:
     assert scale is not None
     numbers(scale, stored)  # raises ModelError for NaN
     layout, factor = Layout("E2M1", GROUP, "E4M3"), factors(stored)
-    codes, scales = (each.shaped(math.prod(shape[:-1]), each.shape[-1]) for each in (stored.main, scale))
+    codes, scales = (each.as_matrix() for each in (stored.main, scale))
 
     def rows(chosen: NDArray[np.int64]) -> NDArray[np.uint8]:
         own = factor[chosen // shape[-2] % len(factor)]

@@ -3,7 +3,6 @@
 """
 
 from pathlib import Path
-from typing import Annotated
 
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Request
@@ -11,20 +10,18 @@ from fastapi.responses import PlainTextResponse, Response
 from pydantic import Field, StrictStr
 
 from headstart.errors import UsageError
-from headstart.server import limits
 from headstart.server.body_reader import CheckedRoute
 from headstart.server.model_manager import ServedModel
 from headstart.server.pipeline import CLIENT_GONE, ERRORS, find_model, state_of
-from headstart.server.schema import Body
+from headstart.server.schema import Body, GivenName
 
 router = APIRouter(route_class=CheckedRoute)
-Name = Annotated[StrictStr, Field(min_length=1, max_length=limits.NAME)]
 
 
 class UnloadAdapter(Body):
     """POST /v1/unload_lora_adapter."""
 
-    lora_name: Name
+    lora_name: GivenName
 
 
 class LoadAdapter(UnloadAdapter):

@@ -69,7 +69,7 @@ class Turn(schema.Body):
 class MessagesTool(schema.Body):
     """A tool of the client. Tools that Anthropic's own servers run are ignored."""
 
-    name: Annotated[StrictStr, Field(min_length=1, max_length=limits.NAME)]
+    name: schema.GivenName
     type: schema.Name | None = None
     description: StrictStr | None = None
     input_schema: dict[str, Any] | None = None
