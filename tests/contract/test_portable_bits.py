@@ -20,7 +20,7 @@ from headstart.core import SamplingParams
 
 native = pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
 
-UNTRIED = ("avx512", "avxvnni")
+UNTRIED = ("avxvnni",)
 """See tests/kernels/native_ops.py."""
 PATHS = native.instruction_paths(portable_bits=True)
 DIGESTS = Path(__file__).with_name("portable_bits.json")
