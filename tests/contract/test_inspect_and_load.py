@@ -24,7 +24,7 @@ from headstart.formats.base import strip_wrapper
 from headstart.formats.gguf_names import canonical_names, gguf_name
 from headstart.formats.tensor_parts import MTP, part_of
 from headstart.models.described import DESCRIBED
-from headstart.models.families import known_family
+from headstart.models.families import family_named, known_family
 from headstart.models.native_heads import examine
 from headstart.models.small import Arrays
 from headstart.tools.inspect import run as inspect
@@ -172,6 +172,11 @@ def test_an_unknown_config_key_is_refused_in_the_same_words(family: str, tmp_pat
 def test_a_family_that_does_not_run_is_refused_in_the_same_words(name: str, tmp_path: Path) -> None:
     config, arrays = family_of("llama").tiny(model_type=name)
     described = known_family(name)
+    with pytest.raises(
+        ModelError, match=rf"^{re.escape(name)} models need {re.escape(described.unsupported)}"
+    ) as refused:
+        family_named(name)
+    assert "headstart launch vllm MODEL" in refused.value.hint
     same_refusal(write_model(tmp_path / "model", config, arrays), name, described.unsupported)
     same_refusal(write_gguf_header(tmp_path / "model.gguf", name), name, described.unsupported)
 

@@ -291,6 +291,16 @@ def test_a_drafter_inside_the_checkpoint(model_type: str, tmp_path: Path) -> Non
         plan("vllm", "0.20.0", **wanted)
 
 
+@pytest.mark.parametrize("model_type", ["deepseek_v41", "inkling_model", "kimi_k3", "qwen4_exp", "step5"])
+def test_what_headstart_refuses_has_a_command(model_type: str, tmp_path: Path) -> None:
+    """Of families that other engines alone run: with their own heads."""
+    sizes = {"num_nextn_predict_layers": 1, "mtp_num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps({**DSPARK, **sizes, "model_type": model_type}))
+    made = prepare(LaunchOptions(engine="vllm", model=str(tmp_path), gpus="h100"))
+    assert made.plan.serve[0].words[:2] == ("vllm", "serve")
+    assert speculation(made.plan)["method"] == ("dspark" if model_type == "deepseek_v41" else "mtp")
+
+
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_prefill_nodes_draft_nothing_but_have_the_heads(engine: str, role: str) -> None:
