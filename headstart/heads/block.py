@@ -460,6 +460,7 @@ DSPARK = replace(
     tensors=_spark_tensors,
     speculators=("dspark",),
     says={"dflash_config.projector_type": "dspark"},
+    gguf_marker="markov_w1.weight",
     architectures=("dspark",),
     keys=("markov_rank",),
     anchored=False,

@@ -46,6 +46,7 @@ class DrafterFormat:
     says: Mapping[str, Any] = field(default_factory=dict)  # config keys and their values
     model_types: tuple[str, ...] = ()  # values of `model_type`, or patterns (fnmatch)
     gguf: tuple[str, ...] = ()  # architectures of llama.cpp
+    gguf_marker: str = ""  # tensor by which its GGUF files differ from others of the same architecture
     architectures: tuple[str, ...] = ()  # lower-case parts of a name in `architectures`
     keys: tuple[str, ...] = ()  # config keys that no whole model has
     markers: tuple[str, ...] = ()  # tensor names that no whole model has

@@ -130,7 +130,9 @@ def _of_gguf(file: GgufFile) -> DrafterKind:
     def number(key: str) -> int | None:
         return as_size(file.metadata.get(f"{architecture}.{key}"))
 
-    found = next((each for each in published_formats() if architecture in each.gguf), None)
+    formats = published_formats()
+    if found := next((each for each in formats if architecture in each.gguf), None):
+        found = next((each for each in formats if each.gguf_marker and each.gguf_marker in file.tensors), found)
     modules, block = number("nextn_predict_layers"), number("block_size")
     kind, method = (MTP, "mtp") if modules else (MODEL, "draft_model")
     return DrafterKind(

@@ -6,6 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import yaml
 from tiny_models import write_tiny
@@ -289,6 +291,24 @@ def test_a_drafter_inside_the_checkpoint(model_type: str, tmp_path: Path) -> Non
         plan("xllm", **wanted)
     with pytest.raises(UsageError, match="has no method dspark"):
         plan("vllm", "0.20.0", **wanted)
+
+
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_block_drafters_in_gguf_files(method: str, tmp_path: Path) -> None:
+    """Both have one architecture in llama.cpp; DSpark has a Markov head, and the anchor's row drafts."""
+    writer = gguf.GGUFWriter(tmp_path / "head.gguf", "dflash")
+    writer.add_uint32("dflash.block_size", 5)
+    if method == "dspark":
+        writer.add_tensor("markov_w1.weight", np.zeros((4, 2), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    head = str(tmp_path / "head.gguf")
+    found = drafter_of(head)
+    assert (found.method, found.max_drafts) == (method, 5 if method == "dspark" else 4)
+    made = plan("llamacpp", head=head, drafter=found)
+    assert (after(made, "--spec-draft-model"), after(made, "--spec-type")) == (head, f"draft-{method}")
 
 
 @pytest.mark.parametrize("model_type", ["deepseek_v41", "inkling_model", "kimi_k3", "qwen4_exp", "step5"])
