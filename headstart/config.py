@@ -9,6 +9,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from headstart import registry
 from headstart.errors import UsageError
+from headstart.files import user_path
 
 Quantization = Literal["int8", "int4"]
 WeightFormat = Literal[
@@ -49,7 +50,7 @@ def _flag(
 
 def _exists(path: str) -> bool:
     try:
-        return Path(path).expanduser().exists()
+        return user_path(path).exists()
     except (OSError, ValueError, RuntimeError):  # too long, with a zero, or of an unknown user
         return False
 

@@ -22,6 +22,13 @@ _OLD = ".old"
 _READ_FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)  # O_NONBLOCK: opening a pipe would wait for its writer
 
 
+def user_path(path: str | os.PathLike[str]) -> Path:
+    """The path with a leading ~ or ~USER replaced by the home directory; as it is for an unknown user."""
+    with suppress(RuntimeError):  # there is no such user
+        return Path(path).expanduser()
+    return Path(path)
+
+
 def read_regular(path: Path, max_bytes: int | None = None) -> bytes:
     """The bytes of a regular file. Raises OSError, also for a pipe, a device, and a file of more than `max_bytes`."""
     with os.fdopen(os.open(path, _READ_FLAGS), "rb") as file:

@@ -25,7 +25,7 @@ from headstart import _download, machine
 from headstart._download import DownloadFailed, WheelFile
 from headstart.core import Progress
 from headstart.errors import UsageError
-from headstart.files import write_atomic
+from headstart.files import user_path, write_atomic
 from headstart.version import __version__
 
 HEADS = Path(__file__).parent / "heads"
@@ -88,7 +88,7 @@ DEMO_NOTE = f"{DEFAULT_MODEL} is a tiny demo model; headstart models --available
 def cache_dir() -> Path:
     """HEADSTART_CACHE, else the platform's user cache folder."""
     if chosen := os.environ.get("HEADSTART_CACHE"):
-        return Path(chosen).expanduser()
+        return user_path(chosen)
     if sys.platform == "win32":
         base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
     elif sys.platform == "darwin":
@@ -166,7 +166,7 @@ def resolve_alias(name: str | None = None, progress: Progress | None = None) -> 
         return Alias(name, CHECKPOINTS / name)
     repo = repo_of(name)
     if repo is None:
-        return Alias(name, Path(name).expanduser())
+        return Alias(name, user_path(name))
     return Alias(name, _hub_file(repo.repo, repo.file) if repo.file else _hub_snapshot(repo_name(name)))
 
 
@@ -220,7 +220,7 @@ class Repo:
 
 def repo_of(name: str) -> Repo | None:
     """The Hub repo that a name denotes; None for an alias or a path. Raises UsageError for any other name."""
-    if is_builtin(name) or Path(name).expanduser().exists():
+    if is_builtin(name) or user_path(name).exists():
         return None
     if name.startswith((".", "/", "~")) or "\\" in name or (name.endswith(".gguf") and name.count("/") != 2):
         raise UsageError(f"{name} does not exist", "give a path, a Hugging Face repo id or an alias")

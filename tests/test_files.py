@@ -10,7 +10,7 @@ import pytest
 
 from headstart import files
 from headstart.errors import CapacityError, UsageError
-from headstart.files import locked_folder
+from headstart.files import locked_folder, user_path
 
 WRITER = """
 import sys, time
@@ -88,6 +88,12 @@ def test_a_pipe_a_device_and_a_big_file_are_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no file system that refuses directories")
+def test_a_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert user_path("~/models/a") == tmp_path / "models/a"
+    assert user_path("~no-such-user/a") == Path("~no-such-user/a")
+
+
 def test_what_cannot_be_written_is_said() -> None:
     with (
         pytest.raises(CapacityError, match="cannot write /proc/headstart"),

@@ -18,7 +18,7 @@ from headstart.cli.parser import command, option
 from headstart.cli.render import print_error, print_note, progress
 from headstart.cli.settings import suggest
 from headstart.errors import CapacityError, UsageError, did_you_mean
-from headstart.files import write_atomic
+from headstart.files import user_path, write_atomic
 from headstart.hub import DEFAULT_MODEL, DEMO_NOTE
 from headstart.params import SamplingParams, parameters
 from headstart.server.options import CHAT_TEMPLATE_HELP
@@ -220,7 +220,7 @@ def pasted_image(text: str) -> str | None:
         return None
     for words in ([text], _words(text)):
         with suppress(OSError):
-            if len(words) == 1 and Path(words[0]).expanduser().is_file():
+            if len(words) == 1 and user_path(words[0]).is_file():
                 return words[0]
     return None
 
@@ -328,7 +328,7 @@ def _regenerate(session: ChatSession, rest: str) -> Any:
 def _path(text: str, command: str, example: str = "talk.json") -> Path:
     if not text:
         raise UsageError(f"{command} needs the name of a file", f"for example {command} {example}")
-    return Path(text).expanduser()
+    return user_path(text)
 
 
 def _say(text: str) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from headstart.cli.parser import CONFIG, Command, Option
 from headstart.errors import UsageError, did_you_mean
-from headstart.files import read_text
+from headstart.files import read_text, user_path
 
 PREFIX = "HEADSTART_"
 FILE = "headstart.toml"
@@ -156,9 +156,9 @@ def named_file(words: Sequence[str]) -> Path | None:
     """The value of --config."""
     for word, after in zip(words, [*words[1:], ""], strict=False):
         if word == CONFIG and after:
-            return Path(after).expanduser()
+            return user_path(after)
         if word.startswith(f"{CONFIG}="):
-            return Path(word.partition("=")[2]).expanduser()
+            return user_path(word.partition("=")[2])
     return None
 
 

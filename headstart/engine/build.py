@@ -25,7 +25,7 @@ from headstart.engine.runner import Runner
 from headstart.engine.vision import VisionEncoder
 from headstart.engine.vocabulary import can_sketch, find_sketch, num_exact, reduced_vocabulary
 from headstart.errors import ModelError, UsageError
-from headstart.files import read_text
+from headstart.files import read_text, user_path
 from headstart.heads.draft_model import DraftModel
 from headstart.heads.kind import head_kind
 from headstart.layers.decoder import tap_width
@@ -296,7 +296,7 @@ def open_spill(runner: Runner, memory: KVCacheManager, model: Model, config: Eng
     from headstart.cache.spill import KVSpill  # imported only when used: saves start-up time
     from headstart.cache.store import BlockStore
 
-    store = BlockStore(Path(config.kv_spill).expanduser(), int(config.kv_spill_gb * GB))
+    store = BlockStore(user_path(config.kv_spill), int(config.kv_spill_gb * GB))
     parts = block_parts(runner, model, config)
     return KVSpill(store, memory.pool, memory.states, parts, config.block_size)
 

@@ -12,6 +12,7 @@ from headstart.config import AUTO, EngineConfig
 from headstart.core import Progress, no_progress
 from headstart.engine.matching import Matching, match
 from headstart.errors import CapacityError, ModelError, UsageError
+from headstart.files import user_path
 from headstart.formats import open_checkpoint
 from headstart.formats.base import WIDENED, Checkpoint, in_int4, widened
 from headstart.formats.quantization import declared_name
@@ -81,7 +82,7 @@ def find_head(trunk: Model, requested: str | None, shipped: Path | None, drafter
 
 def _located(name: str) -> Path:
     """Path of --head: an existing path, a built-in alias, or a Hub repo."""
-    path = Path(name).expanduser()
+    path = user_path(name)
     return path if path.exists() or not (hub.is_builtin(name) or hub.is_repo(name)) else hub.resolve_head(name)
 
 
@@ -258,7 +259,7 @@ def load_model(
     alias = hub.resolve_alias(name)
     checkpoint = open_checkpoint(alias.trunk)
     if config.mmproj is not None:
-        checkpoint = replace(checkpoint, projector=Path(config.mmproj).expanduser())
+        checkpoint = replace(checkpoint, projector=user_path(config.mmproj))
     check_format(checkpoint, config)
     backend: Backend
     if streamed:

@@ -5,6 +5,7 @@ from pathlib import Path
 from headstart import hub, registry
 from headstart.core import Progress, no_progress
 from headstart.errors import ModelError
+from headstart.files import user_path
 from headstart.formats.base import Checkpoint, Format
 from headstart.placeholder import check_placeholder, partial_files
 
@@ -13,7 +14,7 @@ HINT = "give a directory with config.json and *.safetensors, a .gguf file, a Hug
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open a checkpoint in the format that detects it; reads only headers. ModelError for no file or unknown format."""
-    path = Path(path).expanduser()
+    path = user_path(path)
     if not path.exists():
         raise ModelError(f"{path} does not exist", HINT)
     for name in registry.available("formats"):

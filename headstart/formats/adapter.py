@@ -7,7 +7,6 @@ rank-stabilized adapters alpha / sqrt(rank) (Kalajdzievski 2023, "A Rank Stabili
 import hashlib
 import re
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import sqrt
 from pathlib import Path
@@ -18,6 +17,7 @@ from numpy.typing import NDArray
 
 from headstart.core import LoraFactors
 from headstart.errors import ModelError
+from headstart.files import user_path
 from headstart.formats import gguf, gguf_file, gguf_names, pickled, safetensors_file
 from headstart.formats.base import Tensor
 from headstart.formats.json_object import read_object
@@ -122,8 +122,7 @@ def is_adapter(path: Path) -> bool:
 
 def read_adapter(path: Path) -> AdapterFile:
     """Reads an adapter. Raises ModelError for another kind of file, a damaged one, and variants that are not LoRA."""
-    with suppress(RuntimeError):  # no such user
-        path = path.expanduser()
+    path = user_path(path)
     if not path.exists():
         raise ModelError(f"the adapter {path} does not exist", "give the path of a PEFT directory or a GGUF adapter")
     if path.is_dir():

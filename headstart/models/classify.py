@@ -12,6 +12,7 @@ from typing import Any
 
 from headstart import hub
 from headstart.errors import HeadstartError, ModelError, UsageError
+from headstart.files import user_path
 from headstart.formats import find_checkpoint, gguf
 from headstart.formats.gguf_file import GgufFile, read as read_gguf
 from headstart.formats.json_object import read_object
@@ -99,7 +100,7 @@ def _whole(config: Mapping[str, Any], kind: str, method: str, title: str, module
 
 def classify_path(name: str | Path) -> DrafterKind:
     """The kind of a directory, .gguf file or Hub repo. Raises UsageError for others, ModelError for damaged files."""
-    path = hub.resolve(str(name)) if hub.is_builtin(str(name)) else Path(name).expanduser()
+    path = hub.resolve(str(name)) if hub.is_builtin(str(name)) else user_path(name)
     if gguf.detect(path):
         return _of_gguf(read_gguf(path))
     if path.is_dir() and (path / "config.json").exists():

@@ -28,6 +28,7 @@ from headstart.engine.async_engine import AsyncEngine, RequestStream
 from headstart.engine.build import pool_bytes
 from headstart.engine.load import load_model
 from headstart.errors import BusyError, GenerationError, HeadstartError, ModelError
+from headstart.files import user_path
 from headstart.formats import is_checkpoint, open_checkpoint
 from headstart.formats.base import Checkpoint
 from headstart.heads.files import is_head
@@ -200,7 +201,7 @@ def models_in(folder: Path) -> dict[str, Path]:
 
 def default_names(name: str) -> tuple[str, ...]:
     """Default names of a model in requests: `name`, preceded by the file's stem if `name` is a local file."""
-    path = Path(name).expanduser()
+    path = user_path(name)
     return (_OF_PARTS.sub("", path.stem), name) if path.is_file() else (name,)
 
 
@@ -245,7 +246,7 @@ def _on_this_machine(name: str | None) -> Path | None:
     """The path of a model's files on this machine, or None. Downloads nothing."""
     if name is None or name in hub.BUILTIN:
         return hub.cached_trunk(name or hub.DEFAULT_MODEL)
-    return hub.resolve(name) if hub.is_builtin(name) or Path(name).expanduser().exists() else None
+    return hub.resolve(name) if hub.is_builtin(name) or user_path(name).exists() else None
 
 
 MakeServed = Callable[[LLM, tuple[str, ...]], ServedModel]

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,7 +18,7 @@ from numpy.typing import NDArray
 
 from headstart import system
 from headstart.errors import CapacityError, UsageError
-from headstart.files import read_regular
+from headstart.files import read_regular, user_path
 from headstart.text._child import ChildProcess, ChildQueue
 from headstart.text._image_process import CHUNK, SIGNALLED, ImageLimits, to_rgb
 
@@ -94,7 +93,7 @@ def read_image(source: Any) -> Image:
     if isinstance(source, bytes | bytearray):
         return decode_image(bytes(source))
     if isinstance(source, str | os.PathLike):
-        path = Path(source).expanduser()
+        path = user_path(source)
         try:
             data = read_regular(path)
         except OSError as error:

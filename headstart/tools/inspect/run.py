@@ -15,6 +15,7 @@ from typing import Any
 from headstart import hub
 from headstart.core import Progress, Report, no_progress
 from headstart.errors import ModelError, UsageError
+from headstart.files import user_path
 from headstart.formats import find_checkpoint
 from headstart.formats.adapter import is_adapter
 from headstart.formats.base import Checkpoint, widened
@@ -66,7 +67,7 @@ def run(options: InspectOptions, progress: Progress = no_progress) -> Report:
     name = options.model or hub.DEFAULT_MODEL
     with _no_collection():
         target = find_checkpoint(options.target, progress) if options.target else None
-        if is_adapter(path := Path(name).expanduser()):
+        if is_adapter(path := user_path(name)):
             return inspect_adapter(path, target)
         checkpoint = _opened(name, progress)
         data = describe(checkpoint, target)
@@ -91,7 +92,7 @@ def _opened(name: str, progress: Progress) -> Checkpoint:
     try:
         return find_checkpoint(name, progress)
     except ModelError:
-        path = Path(name).expanduser()
+        path = user_path(name)
         if not (path / "config.json").exists() or [*path.glob("*.safetensors"), *path.glob("*.gguf")]:
             raise
         promised = Checkpoint(path, "safetensors", read_object(path / "config.json"), {}, False, name=name)

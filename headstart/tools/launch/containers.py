@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from headstart.errors import UsageError
+from headstart.files import user_path
 from headstart.tools.launch.arguments import parse_arguments, table_for, version_text
 from headstart.tools.launch.fleet import router_of
 from headstart.tools.launch.launcher import dump_yaml
@@ -69,7 +69,7 @@ def containers_of(prepared: PreparedLaunch) -> list[ContainerSpec]:
     fetches = not facts.local and not any(step.words[0] == "hf" for step in plan.before)
     made = (step.words[-1] for step in plan.before if not step.in_container)
     named = (facts.source if facts.local else None, spec.head, *made)
-    local = {name: str(Path(name).expanduser().resolve()) for name in named if name and _is_path(name)}
+    local = {name: str(user_path(name).resolve()) for name in named if name and _is_path(name)}
     replaced = local | {name: f"{CONFIG}/{name}" for name in plan.files}
 
     def container(step: LaunchStep) -> ContainerSpec:
@@ -84,7 +84,7 @@ def containers_of(prepared: PreparedLaunch) -> list[ContainerSpec]:
 
 
 def _is_path(name: str) -> bool:
-    return Path(name).expanduser().exists() or name.startswith((".", "/", "~")) or name.endswith("-mtp")
+    return user_path(name).exists() or name.startswith((".", "/", "~")) or name.endswith("-mtp")
 
 
 def container_commands(prepared: PreparedLaunch) -> dict[str, list[dict[str, str]]]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from headstart.errors import UsageError
+from headstart.files import user_path
 from headstart.formats.json_object import read_packaged
 from headstart.tools.launch.arguments import Version, is_within, parse_version, published, version_text
 from headstart.tools.launch.command_line import CommandLine
@@ -90,10 +91,10 @@ class EngineProgram:
         """Returns the program at `place` (its path or folder); without `place` the one in PATH, None if there is none.
         Raises UsageError if `place` has no program."""
         name = place or self.program
-        if place and (folder := Path(place).expanduser()).is_dir():
+        if place and (folder := user_path(place)).is_dir():
             own, python = folder / self.program, folder / "python"
             name = str(python if python.exists() and not own.exists() else own)
-        found = shutil.which(str(Path(name).expanduser()) if "/" in name else name)
+        found = shutil.which(str(user_path(name)) if "/" in name else name)
         if found is None:
             if place:
                 raise UsageError(f"--program: {place} is not a program", f"give the path of {self.program}")

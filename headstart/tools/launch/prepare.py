@@ -3,12 +3,12 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 from headstart import hub, registry
 from headstart.config import EngineConfig
 from headstart.errors import UsageError
+from headstart.files import user_path
 from headstart.tools.launch import arguments, fleet
 from headstart.tools.launch.launcher import EngineLauncher, InstalledProgram, other_engine_hint
 from headstart.tools.launch.model_facts import ModelFacts, choose_depth, drafter_of, read_facts
@@ -171,8 +171,8 @@ def with_absolute_paths(options: LaunchOptions) -> LaunchOptions:
     """Returns the options with absolute paths of local files: containers mount them at the same path."""
 
     def absolute(name: str | None) -> str | None:
-        there = name is not None and not hub.is_builtin(name) and Path(name).expanduser().exists()
-        return str(Path(str(name)).expanduser().resolve()) if there else name
+        there = name is not None and not hub.is_builtin(name) and user_path(name).exists()
+        return str(user_path(str(name)).resolve()) if there else name
 
     return replace(options, model=absolute(options.model), head=absolute(options.head))
 

@@ -5,10 +5,10 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from headstart.errors import UsageError
+from headstart.files import user_path
 from headstart.formats.json_object import read_packaged
 
 COMPUTE_ORDER = ("fp8", "int8", "bf16")
@@ -213,7 +213,7 @@ def _dollars(what: str, value: object, wanted: str) -> float:
 
 
 def _price_list(file: str | None) -> tuple[dict[str, Any], str]:
-    path = Path(file).expanduser() if file else None
+    path = user_path(file) if file else None
     if path and not path.is_file():
         raise UsageError(f"--price-list: there is no file {path}", "a TOML file like headstart/tools/plan/prices.toml")
     try:

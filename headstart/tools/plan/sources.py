@@ -3,12 +3,12 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from headstart import hub
 from headstart.core import Report
 from headstart.errors import ModelError, UsageError, did_you_mean
+from headstart.files import user_path
 from headstart.formats import open_checkpoint
 from headstart.formats.base import Checkpoint, Tensor
 from headstart.formats.json_object import read_object, read_packaged
@@ -124,11 +124,11 @@ def with_acceptance(shape: ModelShape, name: str) -> ModelShape:
 
 def from_model(name: str | None) -> ModelShape:
     """Returns the shape of a checkpoint, from tensor headers; for a Hub repo only config.json is fetched."""
-    if name and not hub.is_builtin(name) and not Path(name).expanduser().exists():
+    if name and not hub.is_builtin(name) and not user_path(name).exists():
         if not hub.is_repo(name):
             raise _unknown(name)
         return _from_config(name, read_object(hub.config_file(name)))
-    path = Path(name).expanduser() if name and not hub.is_builtin(name) else None
+    path = user_path(name) if name and not hub.is_builtin(name) else None
     if path and path.is_dir() and not any(path.glob("*.safetensors")) and (path / "config.json").exists():
         return _from_config(str(path), read_object(path / "config.json"))
     alias = hub.resolve_alias(name)
@@ -215,7 +215,7 @@ def _part(name: str, shape: ModelShape) -> Part | None:
 
 def with_head(shape: ModelShape, name: str, kind: str | None = None) -> ModelShape:
     """Returns the shape with a drafter: a card, model, directory or repo id. Raises UsageError or ModelError."""
-    path = Path(name).expanduser()
+    path = user_path(name)
     if kind == "draft_model" or name in CARD_OF:
         return draft_model(shape, find_shape(name))
     if (path / "config.json").is_file() and MARK in read_object(path / "config.json"):
