@@ -52,7 +52,8 @@ def test_blocks_are_drafted_as_at_run_time(change: dict[str, object]) -> None:
             return {"x": module.keep(ops, step.hidden, step.positions, pools)}
 
         def rows(ops, step: StepInputs, pools=pools):
-            return {"y": module.draft(ops, ops.embed(embedding, step.token_ids), step.token_ids, step.positions, pools)}
+            embedded = ops.embed(embedding, step.token_ids)
+            return {"y": module.draft(ops, embedded, step.token_ids, step.positions, pools)[0]}
 
         model.backend.run(keep, support.plan_at(0, tokens[b, :anchor].tolist()), hidden=streams[b, :anchor])
         block = [int(tokens[b, anchor]), *[support.EOS] * 3]
