@@ -79,8 +79,7 @@ def build_engine(model: Model, config: EngineConfig, max_bytes: int | None = Non
     runner.allocate(trunk, memory, num_slots=num_slots, hidden_width=hidden_width)
     model.backend.loaded()
     memory.spill = open_spill(runner, memory, model, config)
-    engine = Engine(runner, memory, drafter, config, max_length)
-    engine.adapters = Adapters(model, runner)
+    engine = Engine(runner, memory, drafter, Adapters(model, runner), config, max_length)
     engine.drafting.lookup_corpus = corpus
     for name, path in config.adapters:
         engine.adapters.add(name, engine.adapters.fit(Path(path)), ())

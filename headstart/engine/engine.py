@@ -34,12 +34,12 @@ Deliver = Callable[[list[Delta]], None]
 class Engine:
     """Runs requests to completion. Not thread-safe: one thread submits and steps."""
 
-    adapters: Adapters
-
     def __init__(
-        self, runner: Runner, memory: KVCacheManager, drafter: Drafter | None, config: EngineConfig, max_length: int
-    ) -> None:
-        self.runner, self.memory, self.config, self.max_length = runner, memory, config, max_length
+        self, runner: Runner, memory: KVCacheManager, drafter: Drafter | None, adapters: Adapters, config: EngineConfig,
+        max_length: int,
+    ) -> None:  # fmt: skip
+        self.runner, self.memory, self.adapters = runner, memory, adapters
+        self.config, self.max_length = config, max_length
         self.scheduler = Scheduler(
             memory,
             max_num_seqs=config.max_num_seqs,

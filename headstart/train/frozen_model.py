@@ -61,6 +61,11 @@ class FrozenModel:
         return LLM(native, replace(self.engine_config, backend=native.backend.name, dtype="float32"))
 
     @property
+    def answers(self) -> str:
+        """Name of the folder for answers to prompts; each adapter has its own."""
+        return f"answers-{self.lora.digest}" if self.lora else "answers"
+
+    @property
     def config(self) -> DecoderConfig:
         return self.model.config
 

@@ -69,7 +69,7 @@ def run(options: TrainOptions) -> Report:
         elif options.resume and options.checkpoint.exists():
             spec = resumed_spec(spec, options.out)
         frozen_model = frozen_model.with_spec(spec)
-        answers = options.work / "answers"
+        answers = options.work / frozen_model.answers
         if options.prompts:
             answer_files(frozen_model.llm, options.prompts, answers, options.seed)
             started = time.monotonic()

@@ -1,6 +1,7 @@
 """Heads for a model with a LoRA adapter: they learn from the adapted trunk, and draft for it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +48,10 @@ def test_hidden_states_are_those_of_the_adapted_trunk(common: dict[str, Any], tm
     tokens = np.array([*PROMPT, *texts["adapter"]], np.int32)
     loss = np.arange(len(tokens)) >= len(PROMPT) - 1
     loss[-1] = False
-    (features,) = load_frozen_model(options).feature_extractor().features([Example("own", tokens, loss)])
+    frozen_model, plain = load_frozen_model(options), load_frozen_model(replace(options, lora=None))
+    (features,) = frozen_model.feature_extractor().features([Example("own", tokens, loss)])
     assert features.best[loss].tolist() == list(texts["adapter"])
+    assert frozen_model.answers != plain.answers, "answers of the unadapted model are not the adapted one's text"
 
 
 @pytest.mark.slow
