@@ -102,7 +102,7 @@ int attend(Program& program, int q, nb::object kv_pool, int64_t num_heads, float
         task.partials = program.partials();
         task.num_splits = tasks.most;
         program.kernels.attend(task);
-        std::atomic<int32_t>& ended = program.ended(row * common.layout.num_heads * common.group + head * tiles + tile);
+        std::atomic<int32_t>& ended = program.ended(row * heads * common.group + head * tiles + tile);
         if (ended.fetch_add(1, std::memory_order_acq_rel) + 1 < splits) return;
         ended.store(0, std::memory_order_relaxed); // for the next layer, which runs after a barrier
         program.kernels.join(task);

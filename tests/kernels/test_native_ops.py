@@ -205,6 +205,19 @@ def test_attention(path: str, kv_dtype: str, first: int, spec: tuple[Any, ...]) 
 
 
 @pytest.mark.parametrize("path", PATHS)
+def test_attention_over_long_contexts_side_by_side(path: str) -> None:
+    """Threads share contexts of more than 512 positions where rows are few: one row of each sequence in a pass."""
+    sequences = Sequences(AttentionSpec(6, 3, 16, 0.25), (1100, 700, 530), 0, 5)
+    prompts = [[(s, 0, length - 40)] for s, length in enumerate(sequences.lengths)]
+    rows = [[(s, length - i, length - i + 1) for s, length in enumerate(sequences.lengths)] for i in range(40, 0, -1)]
+    expected = sequences.run(path, "float32", sequences.at_once())
+    for threads in (2, 3):
+        found = sequences.run(path, "float32", prompts + rows, threads)
+        for s in range(len(sequences.lengths)):
+            assert_same_bits(found[s], expected[s], f"{threads} threads, sequence {s}")
+
+
+@pytest.mark.parametrize("path", PATHS)
 def test_stored_hidden_states(path: str) -> None:
     """What a trunk keeps at its rows' slots, in parts of its columns, a head reads one position later, in any order of
     rows."""
