@@ -51,7 +51,7 @@ def _flag(
 def _exists(path: str) -> bool:
     try:
         return user_path(path).exists()
-    except (OSError, ValueError, RuntimeError):  # too long, with a zero, or of an unknown user
+    except (OSError, ValueError):  # too long, or with a zero
         return False
 
 

@@ -60,17 +60,21 @@ class BlockNetwork:
         def features(ops: Ops, step: StepInputs) -> dict[str, Buffer]:
             return {"features": module.keep(ops, step.hidden, step.positions, kv)}
 
-        def states(ops: Ops, step: StepInputs) -> dict[str, Buffer]:
+        def draft(ops: Ops, step: StepInputs) -> tuple[Buffer, Buffer]:
             embedded = ops.embed(self.embedding, step.token_ids)
-            y, _ = module.draft(ops, embedded, step.token_ids, step.positions, kv)
+            return module.draft(ops, embedded, step.token_ids, step.positions, kv)
+
+        def states(ops: Ops, step: StepInputs) -> dict[str, Buffer]:
+            y, _ = draft(ops, step)
             return {"states": ops.take_rows(y, step.logit_rows)}
 
         def block(ops: Ops, step: StepInputs) -> dict[str, Buffer]:
-            embedded = ops.embed(self.embedding, step.token_ids)
-            drafted = module.draft(ops, embedded, step.token_ids, step.positions, kv)
-            y, stream = (ops.take_rows(each, step.logit_rows) for each in drafted)
-            confidence = module.confidence
-            found = {"confidence": confidence.of_row(ops, stream)} if confidence else {}
+            every_y, every_stream = draft(ops, step)
+            y, confidence = ops.take_rows(every_y, step.logit_rows), module.confidence
+            found = {}
+            if confidence:
+                stream = y if every_stream is every_y else ops.take_rows(every_stream, step.logit_rows)
+                found["confidence"] = confidence.of_row(ops, stream)
             logits = module.logits(ops, y, self.lm_head)
             return {"logits": module.markov.row(ops, logits, y) if module.markov else logits, **found}
 

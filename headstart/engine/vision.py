@@ -51,7 +51,7 @@ class VisionEncoder:
         return known
 
     def max_bytes(self, max_patches: int) -> int:
-        """Memory of the pool for so many patches, and of kept features."""
+        """Largest memory in bytes: the KV pool for an image of `max_patches` patches, and kept features."""
         return _pool_slots(max_patches) * self.backend.kv_bytes(self.network.config.spec) + MAX_BYTES
 
     def _reserve(self, num_slots: int) -> None:
@@ -101,7 +101,7 @@ class VisionEncoder:
 
 
 def _pool_slots(num_slots: int) -> int:
-    """The next power of two: images of similar sizes share a pool."""
+    """Slots of a KV pool that holds at least `num_slots`: a power of two, so that similar images share a pool."""
     return 1 << (max(num_slots, LEAST_SLOTS) - 1).bit_length()
 
 

@@ -28,7 +28,7 @@ from headstart.layers.rope import rope_spec
 from headstart.models import keys
 from headstart.models.base import Family, drafter_spec
 from headstart.models.keys import Config, number, real
-from headstart.models.mtp import DSPARK_NOTE, MTPLayout, XllmDraft
+from headstart.models.mtp import DSPARK, MTPLayout, XllmDraft
 from headstart.models.names import Names
 from headstart.models.small import Arrays
 
@@ -42,7 +42,6 @@ SERVED = {
     "topk_method": "noaux_tc", "swiglu_limit": 10.0, "hidden_act": "silu", "norm_topk_prob": True, "mlp_bias": False,
     "attention_bias": False, "num_key_value_heads": 1, "swiglu_limits": 10.0, "swiglu_limits_shared": 10.0,
 }  # fmt: skip
-STAGES = 3  # layers of a DSpark drafter without the key n_mtp_layers
 DRAFTER = {"markov_head_type": "vanilla", "confidence_head_with_markov": True, "sample_from_anchor": True}
 """Keys of the DSpark drafter with one supported value."""
 DRAFTER_KEYS = (
@@ -68,7 +67,7 @@ def parse(config: Config) -> DecoderConfig:
     made = keys.decoder(
         config, layers, streams=streams, mtp_layer=keys.layer(config, mixers[SLIDING], feed, streams=streams)
     )
-    if not config.get("dspark_block_size"):
+    if not config.get(DSPARK.requires):
         return made
     try:
         return replace(made, drafter=_drafter(config, made))
@@ -93,7 +92,7 @@ def _drafter(config: Config, trunk: DecoderConfig) -> OwnDrafter:
         markov_rank=number(config, "dspark_markov_rank", default=256),
         confidence=keys.flag(config, "enable_confidence_head", default=True),
     )
-    count = number(config, "n_mtp_layers", default=STAGES, least=0) or STAGES
+    count = number(config, DSPARK.count_key, default=0, least=0) or DSPARK.default
     drafter_spec(own, count, trunk.vocab_size, trunk.head_layer)  # checks the values
     return own
 
@@ -316,25 +315,15 @@ FAMILY = Family(
     head=HeadSpec(tap="streams", recycle="streams"),
     mtp=MTPLayout(
         title="DeepSeek-V4",
-        unless="dspark_block_size",
+        unless=DSPARK.requires,
         per_layer=("compress_ratios",),
         xllm=XllmDraft(
             architecture="DeepseekV4MtpForCausalLM", fp8_blocks=True, as_layer=True, config={"num_hash_layers": 0}
         ),
     ),
     variants=(
-        MTPLayout(
-            title="DeepSeek-V4 with DSpark",
-            key="deepseek_v4_dspark",
-            requires="dspark_block_size",
-            count_key="n_mtp_layers",
-            default=STAGES,
-            per_layer=("compress_ratios",),
-            method="dspark",
-            module="DSpark layer",
-            concat="",
-            note=DSPARK_NOTE,
-            not_xllm="its mtp tensors are a DSpark drafter",
+        replace(
+            DSPARK, title="DeepSeek-V4 with DSpark", key="deepseek_v4_dspark", per_layer=("compress_ratios",)
         ),
     ),
     aliases=("deepseek4",),

@@ -5,10 +5,11 @@ b11434 (src/models, conversion/).
 """
 
 from collections.abc import Callable, Container, Mapping
+from dataclasses import replace
 
 from headstart.formats.sizes import Sizes
 from headstart.heads.published import attention_shapes, latent_shapes
-from headstart.models.mtp import DSPARK_NOTE, DeclaredShapes, MTPLayout
+from headstart.models.mtp import DSPARK, DeclaredShapes, MTPLayout
 
 MAX_EXPERTS = 4096
 SHARED_COUNTS = ("n_shared_experts", "num_shared_experts")
@@ -134,17 +135,10 @@ def _dots3_embedding(at: str, s: Sizes, present: Present) -> DeclaredShapes:
 
 
 LAYOUTS: Mapping[str, MTPLayout] = {
-    "deepseek_v41": MTPLayout(
+    "deepseek_v41": replace(
+        DSPARK,
         title="DeepSeek-V4.1",
-        requires="dspark_block_size",
-        method="dspark",
-        module="DSpark layer",
-        note=DSPARK_NOTE,
-        count_key="n_mtp_layers",
-        default=3,
-        not_xllm="its mtp tensors are a DSpark drafter",
         trailing=False,
-        concat="",
         tensors=_module("mtp.{i}.", _vectors("attn_norm", "ffn_norm")),
     ),
     "glm_ocr": MTPLayout(title="GLM-OCR", tensors=_module(LAYER, _deepseek, _norms, _attention)),

@@ -9,7 +9,6 @@ from headstart.formats.sizes import NESTED, Sizes, as_size, lookup
 
 MAX_MODULES = 64
 MTP_MODULE = "MTP module"
-DSPARK_NOTE = "the mtp.* tensors are a DSpark drafter, not a classic MTP module: other engines need the method dspark"
 COUNT_KEYS = (
     "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "nextn_predict_layers", "num_mtp_modules",
     "mtp_config.num_nextn_predict_layers", "num_nextn_layers", "mtp_num_layers", "n_mtp_layers",
@@ -123,6 +122,20 @@ class MTPLayout:
         """True if the config has this layout (see `requires` and `unless`)."""
         required = not self.requires or bool(config.get(self.requires))
         return required and not (self.unless and config.get(self.unless))
+
+
+DSPARK = MTPLayout(
+    title="DSpark",
+    requires="dspark_block_size",
+    count_key="n_mtp_layers",
+    default=3,
+    method="dspark",
+    module="DSpark layer",
+    concat="",
+    note="the mtp.* tensors are a DSpark drafter, not a classic MTP module: other engines need the method dspark",
+    not_xllm="its mtp tensors are a DSpark drafter",
+)
+"""A DSpark drafter (heads/block.py) in place of MTP modules. Families replace the title and the places of tensors."""
 
 
 def declared(config: Mapping[str, Any], first: str = COUNT_KEYS[0]) -> Declared:

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from headstart import registry
 from headstart.core import Progress, no_progress
 from headstart.errors import ModelError
 from headstart.formats.base import Checkpoint
@@ -26,7 +25,7 @@ from headstart.layers.vision import PREFIX, VisionConfig, VisionNetwork
 from headstart.layers.weights import Weights
 from headstart.models import _clip
 from headstart.models.base import Family, VisionFamily
-from headstart.models.families import family_named
+from headstart.models.families import all_families, family_named
 from headstart.models.joined import split_joined
 from headstart.models.names import Names, trailing_modules
 from headstart.placeholder import DOWNLOAD
@@ -115,8 +114,8 @@ def _projector(checkpoint: Checkpoint, path: Path) -> _Tower:
     """The tower of a projector file, whichever family it is of."""
     file = _clip.open_projector(path)
     kind = _clip.projector_type(file)
-    for name in registry.available("models"):
-        vision = registry.find("models", name).FAMILY.vision
+    assert kind is not None, "open_projector checks it"
+    for vision in (family.vision for family in all_families().values()):
         if vision and (layout := vision.projector) and kind in layout.model_types:
             try:
                 config, preparation = layout.read(file.metadata, file.tensors.keys())

@@ -42,7 +42,7 @@ from headstart.server.journal import Journal
 from headstart.server.metrics import ServerMetrics, account_metrics
 from headstart.server.options import KeepAlive
 from headstart.server.prefill_client import PrefillClient
-from headstart.server.prepare import LATEST_TAG, OutputFormats
+from headstart.server.prepare import OutputFormats, spellings
 from headstart.version import __version__
 
 log = logging.getLogger("headstart.server")
@@ -289,7 +289,7 @@ class ModelManager:
         unknown."""
         if name is None:
             return self.slots[0]
-        for each in (name, name.removesuffix(LATEST_TAG)):
+        for each in spellings(name):
             if each in self._by_name:
                 return self._by_name[each]
             if found := next((slot for slot in self.slots if each in slot.adapters), None):

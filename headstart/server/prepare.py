@@ -289,11 +289,14 @@ def _truncated(llm: LLM, body: Common, ids: list[int], limit: int) -> list[int]:
     return ids[-num_tokens:]
 
 
+def spellings(model: str) -> tuple[str, str]:
+    """A requested name of a model or adapter as it is, and without LATEST_TAG."""
+    return model, model.removesuffix(LATEST_TAG)
+
+
 def adapter_of(llm: LLM, model: str | None) -> str:
-    """The adapter that a request names as its model, with or without LATEST_TAG; empty if it names the model itself, or
-    nothing."""
-    names = (model or "", (model or "").removesuffix(LATEST_TAG))
-    return next((name for name in names if name in llm.adapters), "")
+    """The adapter that a request names as its model; empty if it names the model itself, or nothing."""
+    return next((name for name in spellings(model or "") if name in llm.adapters), "")
 
 
 def _request(

@@ -5,7 +5,6 @@ as a byte is a power of two (MXFP8). Value: float32(code) * scale. Kernels use E
 a multiple of 16, 32 or 64 columns. Other widths, and E5M2, become bfloat16.
 """
 
-
 import numpy as np
 from numpy.typing import NDArray
 
