@@ -39,7 +39,6 @@ class PlanFlags(OptionGroup):
         "gives the number of machines, and whether disaggregation pays (at 100 Gbit/s, or with 25 Gbit/s at that)."
     )
     recalibrate: bool = option("Measure this machine again.", default=False)
-    published: bool = option("Instead: compare predictions with published results.", default=False)
 
 
 @command(
@@ -49,16 +48,13 @@ class PlanFlags(OptionGroup):
     "headstart plan deepseek-v4 --gpu h200x4 --price-per-hour spot --api-price list",
     "headstart plan --gpu here --batch 1,8,32",
     "headstart plan deepseek-v4 --gpu h200x8 --fleet '100 req/s, 1500 in, 300 out, TTFT 1 s, TPOT 40 ms'",
-    "headstart plan --published",
 )
 def run(flags: PlanFlags, output: OutputOptions) -> int:
     """Predict speed with and without drafting, best depth, memory, time to first token and cost of a model on a
     machine."""
     from headstart.tools.plan import run as plan
 
-    if flags.published:
-        return output.run("planning", lambda progress: plan.compare_published(), _print_published)
-    options = plan.PlanOptions(**{name: value for name, value in vars(flags).items() if name != "published"})
+    options = plan.PlanOptions(**vars(flags))
     return output.run("planning", partial(plan.run, options), _print_fleet if options.load else _print_plan)
 
 
@@ -145,21 +141,3 @@ def _print_plan(data: dict[str, Any]) -> None:
         for each in data["batches"]
     )
     print_records(columns, rows, footer=f"best depth: {best}")
-
-
-def _print_published(data: dict[str, Any]) -> None:
-    rows, before = [], ""
-    for row in data["figures"]:
-        low, high = row["published"]
-        shown = f"{low:g}" if low == high else f"{low:g} to {high:g}"
-        who = "" if row["who"] == before else row["who"]
-        before = row["who"]
-        rows.append((who, row["what"], shown, f"{row['predicted']:.4g}", f"{row['error']:+.0%}"))
-    print_table(("published", "figure", "is", "predicted", "error"), rows)
-    before = ""
-    for row in data["figures"]:
-        if not row["verdict"].startswith("within"):
-            if (assumed := data["assumed"][row["who"]]) != before:
-                print(f"assumed: {assumed}")
-            before = assumed
-            print(f"  - {row['who']}, {row['what']}: {row['verdict']}")

@@ -62,7 +62,7 @@ COMMANDS: dict[str, set[str]] = {
     | {"--save", "--junit", "--report", "--badge", "--force"},
     "plan": JSON
     | {"--gpu", "--batch", "--context", "--acceptance", "--depth", "--weights", "--kv-dtype", "--tp", "--ep"}
-    | {"--price-per-hour", "--api-price", "--price-list", "--recalibrate", "--published", "--drafter", "--head"}
+    | {"--price-per-hour", "--api-price", "--price-list", "--recalibrate", "--drafter", "--head"}
     | {"--fleet"},
     "tune": ENGINE
     | JSON

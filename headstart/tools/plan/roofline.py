@@ -149,23 +149,6 @@ def first_token_seconds(model: SizedModel, machine: Machine, prompt: int) -> flo
     return pass_seconds(model, machine, Pass(1, prompt, prompt / 2, logit_rows=1)) + rates.step_s + rates.step_row_s
 
 
-def min_pass_bytes(model: SizedModel, batch: int, context: float, depth: int) -> float:
-    """Returns the bytes that a pass of depth + 1 rows per sequence must read: caches, weights, expected experts."""
-    rows, shape = batch * (1 + depth), model.shape
-    layers = sum(
-        model.layer_bytes(group, rows) + group.count * batch * group.cost.mixer.read(context, 1) * model.kv
-        for group in shape.layers
-    )
-    lm_head = shape.vocab_size * shape.hidden_size * model.bytes("lm_head")
-    return layers + shape.outer * model.bytes("mlp") + lm_head
-
-
-def max_tokens_per_s(model: SizedModel, machine: Machine, batch: int, context: float, depth: int) -> float:
-    """Returns an upper bound for any engine: free drafts, all of them accepted, and full memory bandwidth."""
-    num_bytes = min_pass_bytes(model, batch, context, depth)
-    return batch * (1 + depth) * machine.count * machine.device.bandwidth / num_bytes
-
-
 def break_even(price_per_hour: float, api_price: float) -> float:
     """Returns the sustained tokens/s at which a machine costs as much as an API at `api_price` per million tokens."""
     return price_per_hour / 3600 / api_price * 1e6

@@ -11,7 +11,7 @@ from headstart.config import KV_SPELLINGS, MAX_DEPTH, EngineConfig, KVDtype
 from headstart.core import Progress, Report, no_progress
 from headstart.errors import UsageError
 from headstart.tools.bench.summary import cost_per_million
-from headstart.tools.plan import drafters, published, roofline
+from headstart.tools.plan import drafters, roofline
 from headstart.tools.plan.fleet import ASSUMPTIONS, FleetLoad, parse_load, plan_fleet
 from headstart.tools.plan.machine import (
     HERE,
@@ -321,20 +321,3 @@ def _lines(data: dict[str, Any], prices: Prices) -> list[str]:
     if prices.hour is None:
         found.append("cost: give --price-per-hour (dollars for one device, on-demand or spot), and --api-price")
     return [*found, "assumptions:", *(f"  - {text}" for text in data["assumptions"])]
-
-
-def compare_published() -> Report:
-    points = published.POINTS
-    rows = [each for point in points for each in published.compare(point)]
-    unknown = [{key: point[key] for key in ("who", "published", "unknown")} for point in points if "unknown" in point]
-    assumed = {point["who"]: point["assumed"] for point in points if "assumed" in point}
-    close = sum(row["verdict"].startswith(published.WITHIN) for row in rows)
-    lines = [
-        f"{close} of {len(rows)} figures within {published.CLOSE:.0%}; the same factors for every point, by "
-        "class of device only",
-        "close is no proof: set-ups are mostly assumed, several figures of a point are not independent",
-        "acceptance lengths that others publish are inputs here: the cards carry them with their sources",
-        "not predicted:",
-        *(f"  - {each['who']} ({each['published']}): {each['unknown']}" for each in unknown),
-    ]
-    return Report(ok=True, data={"figures": rows, "assumed": assumed, "not_predicted": unknown}, lines=lines)

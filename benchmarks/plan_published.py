@@ -1,10 +1,20 @@
-"""Comparison of published speeds and costs (published.json) with the roofline's predictions."""
+"""Published speeds and costs (plan_published.json) beside what `headstart plan` predicts for them.
 
+    python benchmarks/plan_published.py
+    python benchmarks/plan_published.py --json published.json
+
+Each figure has its error. A figure beyond what the memories allow is called impossible, with the bytes of a pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
 import math
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-from headstart.formats.json_object import read_packaged
 from headstart.tools.plan import roofline
 from headstart.tools.plan.drafters import DRAFTER_TYPES, acceptances_of_length, with_drafter
 from headstart.tools.plan.machine import Machine, make_machine, parse_gpu
@@ -15,8 +25,25 @@ DEFAULT_CONTEXT = 2048
 MAX_BATCH = 4096
 CLOSE = 0.25  # relative error up to which a prediction counts as close
 WITHIN = "within"
-POINTS: list[dict[str, Any]] = read_packaged("headstart.tools.plan", "published.json")
+POINTS: list[dict[str, Any]] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 LIKELY_SHARE = 0.85  # largest share of the memory bandwidth that engines reach
+
+
+def min_pass_bytes(model: SizedModel, batch: int, context: float, depth: int) -> float:
+    """Returns the bytes that a pass of depth + 1 rows per sequence must read: caches, weights, expected experts."""
+    rows, shape = batch * (1 + depth), model.shape
+    layers = sum(
+        model.layer_bytes(group, rows) + group.count * batch * group.cost.mixer.read(context, 1) * model.kv
+        for group in shape.layers
+    )
+    lm_head = shape.vocab_size * shape.hidden_size * model.bytes("lm_head")
+    return layers + shape.outer * model.bytes("mlp") + lm_head
+
+
+def max_tokens_per_s(model: SizedModel, machine: Machine, batch: int, context: float, depth: int) -> float:
+    """Returns an upper bound for any engine: free drafts, all of them accepted, and full memory bandwidth."""
+    num_bytes = min_pass_bytes(model, batch, context, depth)
+    return batch * (1 + depth) * machine.count * machine.device.bandwidth / num_bytes
 
 
 def compare(point: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -76,7 +103,7 @@ class PublishedSetup:
             return f"{WITHIN} {CLOSE:.0%}{missing}"
         if depth is None:
             return f"predicted is {_times(error)} the figure{missing}"
-        bound = roofline.max_tokens_per_s(self.model, self.machine, self.batch, self.context, depth)
+        bound = max_tokens_per_s(self.model, self.machine, self.batch, self.context, depth)
         if rate > bound:
             devices = f"; {math.ceil(rate / bound * self.machine.count)} devices at full speed would be needed"
             why = f"{self._why(bound, depth)}{devices}{self._batch_for(rate, depth)}"
@@ -92,7 +119,7 @@ class PublishedSetup:
 
     def _why(self, bound: float, depth: int) -> str:
         """Returns a text: bytes of one pass, bandwidth of all devices, and the speed that they allow."""
-        num_bytes = roofline.min_pass_bytes(self.model, self.batch, self.context, depth)
+        num_bytes = min_pass_bytes(self.model, self.batch, self.context, depth)
         condition = "" if not depth else ", were its draft always right"
         if depth > 1:
             condition = f", were all {depth} drafts always right"
@@ -116,3 +143,39 @@ class PublishedSetup:
 
 def _times(error: float) -> str:
     return f"{1 + error:.1f} times" if error > 0 else f"{1 + error:.0%} of"
+
+
+def print_table(figures: list[dict[str, Any]]) -> None:
+    print(f"{'published':48}{'figure':18}{'is':>16}{'predicted':>12}{'error':>8}")
+    for row in figures:
+        low, high = row["published"]
+        value = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+        print(f"{row['who'][:47]:48}{row['what']:18}{value:>16}{row['predicted']:>12.4g}{row['error']:>+8.0%}")
+    print()
+    for row in figures:
+        if not row["verdict"].startswith(WITHIN):
+            print(f"{row['who']}, {row['what']}: {row['verdict']}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    args = parser.parse_args()
+
+    figures = [row for point in POINTS for row in compare(point)]
+    print_table(figures)
+    print("\nassumed:")
+    for point in (each for each in POINTS if "assumed" in each):
+        print(f"  {point['who']}: {point['assumed']}")
+    print("\nnot predicted:")
+    for point in (each for each in POINTS if "unknown" in each):
+        print(f"  {point['who']} ({point['published']}): {point['unknown']}")
+    close = sum(row["verdict"].startswith(WITHIN) for row in figures)
+    print(f"\n{close} of {len(figures)} figures within {CLOSE:.0%}. Set-ups are mostly assumed, so this is no proof.")
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=1) + "\n", "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
