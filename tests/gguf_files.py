@@ -235,16 +235,25 @@ def _write_rope(writer: gguf.GGUFWriter, config: Config, tensors: Arrays) -> Non
 
 def _write_gemma4(writer: gguf.GGUFWriter, config: Config, tensors: Arrays) -> None:
     """Sizes by kind of layer; the parts of a head that do not turn as divisors of their frequencies."""
-    full = [False] * (config["num_hidden_layers"] - 1) + [True]  # of the small model
-    wide, turning = config["global_head_dim"], int(config["global_head_dim"] * 0.25) // 2
-    writer.add_shared_kv_layers(0)
+    layers = config["num_hidden_layers"]
+    kinds = config.get("layer_types") or ["sliding_attention"] * (layers - 1) + ["full_attention"]  # the small model's
+    full = [kind == "full_attention" for kind in kinds]
+    own = config.get("per_layer_config", {}).get(str(full.index(True)), {})
+    wide = own.get("head_dim") or config["global_head_dim"]
+    turning, shared = int(wide * 0.25) // 2, config.get("num_kv_shared_layers", 0)
+    writer.add_shared_kv_layers(shared)
     writer.add_embedding_length_per_layer_input(config["hidden_size_per_layer_input"])
     writer.add_sliding_window_pattern([not each for each in full])
     for each, size in (("", wide), ("_swa", config["head_dim"])):
         for part in ("key_length", "value_length"):
             getattr(writer, f"add_{part}{each}")(size)
-    heads = config["num_key_value_heads"], config["num_global_key_value_heads"]
-    writer.add_head_count_kv([heads[each] for each in full])
+    heads = config["num_key_value_heads"]
+    global_heads = own.get("num_key_value_heads") or config.get("num_global_key_value_heads") or heads
+    writer.add_head_count_kv([global_heads if each else heads for each in full])
+    if config.get("use_double_wide_mlp"):
+        writer.add_feed_forward_length(
+            [config["intermediate_size"] * (1 + (i >= layers - shared)) for i in range(layers)]
+        )
     writer.add_rope_freq_base(1e6)
     writer.add_rope_dimension_count(wide)
     writer.add_rope_dimension_count_swa(config["head_dim"])

@@ -1,7 +1,7 @@
 """The models of vision_models.py as llama.cpp's converter writes them: a text model and the projector file beside it.
 
 Tensor names are those of gguf's table; keys and changes to tensors are those of llama.cpp's conversion/gemma.py,
-smolvlm.py, llava.py, qwenvl.py and qwen3vl.py.
+smolvlm.py, llava.py, qwenvl.py and qwen3vl.py. Gemma 4's files have no limit of pixels in reality.
 """
 
 import json
@@ -19,9 +19,10 @@ from headstart.models.small import Arrays
 
 TYPES = {
     "gemma3": "gemma3", "smolvlm": "idefics3", "mistral3": "pixtral", "qwen2_5_vl": "qwen2.5vl_merger",
-    "qwen3_vl": "qwen3vl_merger", "qwen3_5": "qwen3vl_merger",
+    "qwen3_vl": "qwen3vl_merger", "qwen3_5": "qwen3vl_merger", "gemma4": "gemma4v",
 }  # fmt: skip
-TOWERS = r"(model\.)?(vision_tower|multi_modal_projector|visual|vision_model|connector)\."
+SUFFIXES = (".weight", ".bias", ".input_max", ".input_min", ".output_max", ".output_min")
+TOWERS = r"(model\.)?(vision_tower|multi_modal_projector|visual|vision_model|connector|embed_vision)\."
 
 
 def write_both(source: Path, folder: Path, **options: Any) -> Path:
@@ -87,8 +88,30 @@ def write_projector(
     usual = ([0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711])
     writer.add_vision_image_mean(preparation.get("image_mean", usual[0]))
     writer.add_vision_image_std(preparation.get("image_std", usual[1]))
-    (writer.add_vision_use_silu if vision["hidden_act"] == "silu" else writer.add_vision_use_gelu)(True)
-    if model == "gemma3":
+    deep = vision.get("deepstack_visual_indexes", [])
+    _write_kind(writer, config, preparation, deep)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, max(depth, 3))
+    for name, array in arrays.items():
+        for theirs, each in _converted(name, array, config, deep):
+            is_final = theirs.startswith(("v.", "mm."))
+            known = theirs if is_final else names.get_name(theirs, try_suffixes=SUFFIXES)
+            if known and (new := rename(known)):
+                writer.add_tensor(new, np.ascontiguousarray(each, dtype if each.ndim > 1 else np.float32))
+    return written(writer, path)
+
+
+def _write_kind(
+    writer: gguf.GGUFWriter, config: dict[str, Any], preparation: dict[str, Any], deep: list[int]
+) -> None:
+    """The keys of a kind of projector."""
+    vision, model = config["vision_config"], config["model_type"]
+    if model != "gemma4":
+        (writer.add_vision_use_silu if vision["hidden_act"] == "silu" else writer.add_vision_use_gelu)(True)
+    if model == "gemma4":
+        side = vision["pooling_kernel_size"]
+        writer.add_vision_projector_scale_factor(side)
+        writer.add_vision_max_pixels(preparation["max_soft_tokens"] * (side * vision["patch_size"]) ** 2)
+    elif model == "gemma3":
         side = round(config["mm_tokens_per_image"] ** 0.5)
         writer.add_vision_projector_scale_factor(vision["image_size"] // vision["patch_size"] // side)
     elif model == "smolvlm":
@@ -99,20 +122,11 @@ def write_projector(
     if model == "qwen2_5_vl":
         writer.add_vision_n_wa_pattern(vision["fullatt_block_indexes"][0] + 1)
         writer.add_vision_window_size(vision["window_size"])
-    deep = vision.get("deepstack_visual_indexes", [])
     if model in ("qwen3_vl", "qwen3_5"):
-        writer.add_vision_is_deepstack_layers([i in deep for i in range(depth)])
+        writer.add_vision_is_deepstack_layers([i in deep for i in range(vision["depth"])])
     if model.startswith("qwen"):
         writer.add_vision_min_pixels(preparation["size"]["shortest_edge"])
         writer.add_vision_max_pixels(preparation["size"]["longest_edge"])
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, max(depth, 3))
-    for name, array in arrays.items():
-        for theirs, each in _converted(name, array, config, deep):
-            is_final = theirs.startswith(("v.", "mm."))
-            known = theirs if is_final else names.get_name(theirs, try_suffixes=(".weight", ".bias"))
-            if known and (new := rename(known)):
-                writer.add_tensor(new, np.ascontiguousarray(each, dtype if each.ndim > 1 else np.float32))
-    return written(writer, path)
 
 
 def _converted(name: str, array: Any, config: dict[str, Any], deep: list[int]) -> Iterator[tuple[str, Any]]:
@@ -130,6 +144,15 @@ def _converted(name: str, array: Any, config: dict[str, Any], deep: list[int]) -
         yield f"{new[match[1]]}.{match[2]}", array
     elif model == "mistral3" and name.endswith(("q_proj.weight", "k_proj.weight")):
         yield name, in_rope_order(array, config["vision_config"]["num_attention_heads"])
+    elif model == "gemma4":
+        name = re.sub(r"^vision_tower\.encoder\.", "vision_model.model.", name).replace(".linear.weight", ".weight")
+        if name.endswith("position_embedding_table"):
+            name += ".weight"
+        if name.endswith("input_proj.weight"):
+            side = config["vision_config"]["patch_size"]
+            array = array.reshape(-1, side, side, 3).transpose(0, 3, 1, 2)
+        prefix = "model." if name.startswith(("vision_tower", "embed_vision")) else ""
+        yield prefix + name, array.reshape(array.shape or (1,))
     elif model == "gemma3":
         name = re.sub(r"^vision_tower\.", "vision_tower.vision_model.", name.replace("_weight", ".weight"))
         yield from () if ".head." in name else [(name, array + 1 if "soft_emb_norm" in name else array)]

@@ -12,6 +12,8 @@ from tiny_models import tiny_tokenizer
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
+    Gemma4Config,
+    Gemma4ForConditionalGeneration,
     Mistral3Config,
     Mistral3ForConditionalGeneration,
     Qwen2_5_VLForConditionalGeneration,
@@ -74,6 +76,66 @@ def gemma3(head_dim: int = 8) -> tuple[Any, Path]:
     folder = new_folder()
     model.save_pretrained(folder)
     write_tokenizer(folder, tokenizer, "<start_of_image>")
+    return model, folder
+
+
+GEMMA4_MARKERS = ("<|image|>", "<|image>", "<image|>")
+FILLED = {"patch_size": 4, "max_soft_tokens": 20, "pooling_kernel_size": 2, "resample": 3}
+"""preprocessor_config.json of GEMMA4."""
+GEMMA4 = {
+    "gemma4": (  # as 26B-A4B and 31B
+        {"use_bidirectional_attention": "vision", "hidden_size_per_layer_input": 0, "attention_k_eq_v": True,
+         "num_global_key_value_heads": 1},
+        {"standardize": True},
+    ),
+    "gemma4_e": (  # as E2B and E4B
+        {"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": VOCAB, "num_kv_shared_layers": 2,
+         "use_double_wide_mlp": True},
+        {"use_clipped_linears": True},
+    ),
+}  # fmt: skip
+"""Kind -> keys of its text and vision configs."""
+
+
+@cache
+def gemma4(kind: str) -> tuple[Any, Path]:
+    """(transformers' model, its directory) of a kind in GEMMA4: images of up to 20 tokens of 8 x 8 pixels."""
+    tokenizer = tiny_tokenizer(VOCAB)
+    tokenizer.add_special_tokens(list(GEMMA4_MARKERS))
+    text, tower = GEMMA4[kind]
+    torch.manual_seed(11)
+    config = Gemma4Config(
+        text_config={
+            "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4, "num_attention_heads": 6,
+            "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 24, "vocab_size": VOCAB,
+            "max_position_embeddings": 512, "sliding_window": 11, "initializer_range": 0.2,
+            "layer_types": ["sliding_attention", "full_attention"] * 2, "final_logit_softcapping": 4.0,
+            "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **text,
+        },
+        vision_config={
+            "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 3,
+            "num_key_value_heads": 3, "head_dim": 8, "patch_size": 4, "pooling_kernel_size": 2,
+            "position_embedding_size": 48, **tower,
+        },
+        image_token_id=tokenizer.token_to_id(GEMMA4_MARKERS[0]), boi_token_id=tokenizer.token_to_id(GEMMA4_MARKERS[1]),
+        eoi_token_id=tokenizer.token_to_id(GEMMA4_MARKERS[2]), audio_token_id=VOCAB - 1, video_token_id=VOCAB - 2,
+    )  # fmt: skip
+    model = Gemma4ForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
+    randomize(model, "")
+    with torch.no_grad():
+        model.model.embed_vision.embedding_projection.weight.mul_(7)  # as large as scaled embeddings
+        for name, buffer in model.named_buffers():
+            part = name.rpartition(".")[2]
+            if part in ("std_bias", "std_scale"):
+                buffer.copy_(torch.randn(buffer.shape) * 0.3 + (part == "std_scale"))
+            elif part.endswith(("put_min", "put_max")) and "layers.1.mlp.up" not in name:  # which has none
+                buffer.copy_(
+                    torch.rand(()) * (0.5 if "min" not in part else -0.5) + (0.4 if "min" not in part else -0.4)
+                )
+    folder = new_folder()
+    model.save_pretrained(folder)
+    write_tokenizer(folder, tokenizer, GEMMA4_MARKERS[0])
+    (folder / "preprocessor_config.json").write_text(json.dumps(FILLED))
     return model, folder
 
 
@@ -245,9 +307,11 @@ def random_image(seed: int, width: int = 50, height: int = 41) -> Image:
     return Image.of(coarse[rows][:, columns])
 
 
-KINDS = ("gemma3", "smolvlm", "mistral3", *QWEN)
+KINDS = ("gemma3", "smolvlm", "mistral3", *QWEN, *GEMMA4)
 
 
 def published(kind: str) -> tuple[Any, Path]:
     """(transformers' model, its directory) of one of KINDS."""
+    if kind in GEMMA4:
+        return gemma4(kind)
     return qwen(kind) if kind in QWEN else {"gemma3": gemma3, "smolvlm": smolvlm, "mistral3": mistral3}[kind]()

@@ -1,4 +1,4 @@
-"""`Linear` with an optional bias, and `SketchedLinear`, an LM head for drafts over a large vocabulary.
+"""`Linear` with an optional bias, `ClippedLinear`, and `SketchedLinear`, an LM head for drafts over a large vocabulary.
 
 A sketch estimates the logits of all tokens from few columns and computes exact logits for the most likely ones. As
 hidden states lie in few directions, x . w is close to (P x) . (B w) with P and B [k, H], k far below H. The best rank-k
@@ -29,6 +29,34 @@ class Linear:
 
     def __call__(self, ops: Ops, x: Buffer) -> Buffer:
         return ops.linear(x, self.weight, self.bias)
+
+
+BOUNDS = ("input_min", "input_max", "output_min", "output_max")
+"""Names of a clipped matrix's bounds, in the order of ClippedLinear's fields."""
+
+
+@dataclass(frozen=True)
+class Clip:
+    """min(max(x, low), high) of rows [R, width]: x + relu(low - x) - relu(x - high), which changes no x in between."""
+
+    low: Weight  # [width]
+    minus_high: Weight  # [width]
+
+    def __call__(self, ops: Ops, x: Buffer) -> Buffer:
+        below = ops.activate(ops.add_bias(ops.scale(x, -1.0), self.low), "relu")
+        above = ops.activate(ops.add_bias(x, self.minus_high), "relu")
+        return ops.add(ops.add(x, below), ops.scale(above, -1.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClippedLinear(Linear):
+    """A Linear whose inputs and outputs are clipped (Gemma 4's vision tower)."""
+
+    inputs: Clip
+    outputs: Clip
+
+    def __call__(self, ops: Ops, x: Buffer) -> Buffer:
+        return self.outputs(ops, super().__call__(ops, self.inputs(ops, x)))
 
 
 @dataclass(frozen=True)

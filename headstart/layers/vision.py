@@ -3,7 +3,7 @@ trunk of its outputs.
 
 The patches of a token are neighbours: tokens row by row, in a token its patches row by row. Canonical tensors under
 `vision.`: `patch_embedding.{t}` [hidden, channels * patch^2] for each of `frames` equal frames, `position_embedding`
-[P, hidden], `layers.N`, and those of the mergers.
+[num_positions, hidden], `layers.N`, and those of the mergers.
 """
 
 import math
@@ -15,22 +15,24 @@ import numpy as np
 from headstart.core import Float32, Int32
 from headstart.kernels.ops import Activation, AttentionSpec, Buffer, Ops, Pool, StepInputs
 from headstart.layers.decoder import DecoderLayer, LayerConfig
-from headstart.layers.linear import Linear
+from headstart.layers.linear import BOUNDS, Linear
 from headstart.layers.norm import RMSNorm
 from headstart.layers.weights import Shapes, Weights
 
 PREFIX = "vision."
 CHANNELS = 3
-NormKind = Literal["", "rms", "layer"]  # "": no norm
+NormKind = Literal["", "rms", "layer", "unweighted"]  # "": no norm; "unweighted": rms without a weight
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergerConfig:
     """Projection of the patches of a token to one row of the trunk. Canonical tensors under its name: `patch_norm`,
-    `norm`, `join`, `up` and `down`; `projection` for the last two if `inner` is 0."""
+    `shift` and `scale`, `norm`, `join`, `up` and `down`; `projection` for the last two if `inner` is 0."""
 
     name: str
     averaged: bool = False  # the mean of the patches is projected; False: all of them, side by side
+    factor: float = 1.0  # multiplies the mean
+    standardized: bool = False  # the mean m becomes (factor * m - shift) * scale
     patch_norm: NormKind = ""  # of each patch
     norm: NormKind = ""  # of the mean, or of the patches side by side
     joined: int = 0  # rows of `join`, a matrix over the patches side by side; 0: none
@@ -41,12 +43,18 @@ class MergerConfig:
     def shapes(self, config: "VisionConfig") -> Shapes:
         width = config.merged_width(self)
         norms = [("patch_norm", self.patch_norm, config.hidden_size), ("norm", self.norm, width)]
-        shapes: Shapes = {f"{self.name}.{name}.weight": (size,) for name, kind, size in norms if kind}
+        weighted = [(name, size) for name, kind, size in norms if kind not in ("", "unweighted")]
+        shapes: Shapes = {f"{self.name}.{name}.weight": (size,) for name, size in weighted}
+        shapes |= {f"{self.name}.{name}": (width,) for name in self._statistics}
         shapes |= {f"{self.name}.{name}.bias": (size,) for name, kind, size in norms if kind == "layer"}
         for name, (size, has_bias) in self._matrices(config).items():
             shapes |= {f"{self.name}.{name}.weight": size}
             shapes |= {f"{self.name}.{name}.bias": size[:1]} if has_bias else {}
         return shapes
+
+    @property
+    def _statistics(self) -> tuple[str, ...]:
+        return ("shift", "scale") if self.standardized else ()
 
     def _matrices(self, config: "VisionConfig") -> dict[str, tuple[tuple[int, int], bool]]:
         """Matrices by name: ((out, in), has a bias)."""
@@ -61,6 +69,8 @@ class MergerConfig:
         width = config.merged_width(self)
 
         def norm(name: str, kind: NormKind, size: int) -> RMSNorm | None:
+            if kind == "unweighted":
+                return weights.unweighted_norm(size, config.eps)
             is_layer = kind == "layer"
             full = f"{self.name}.{name}"
             return weights.norm(full, size, config.eps, centered=is_layer, biased=is_layer) if kind else None
@@ -70,7 +80,8 @@ class MergerConfig:
             for part, (size, has_bias) in self._matrices(config).items()
         }
         patch_norm = norm("patch_norm", self.patch_norm, config.hidden_size)
-        return Merger(self, patch_norm, norm("norm", self.norm, width), matrices)
+        statistics = [weights.raw(f"{self.name}.{name}", (width,)).float32() for name in self._statistics]
+        return Merger(self, patch_norm, norm("norm", self.norm, width), matrices, statistics)
 
 
 @dataclass(frozen=True)
@@ -81,12 +92,17 @@ class Merger:
     patch_norm: RMSNorm | None
     norm: RMSNorm | None
     matrices: dict[str, Linear]
+    statistics: list[Float32]  # `shift` and `scale` [hidden], if the mean is standardized
 
     def side_by_side(self, patches: Float32, count: int) -> Float32:
         """[P, hidden] -> [T, merged width], of `count` patches each."""
         groups = patches.reshape(len(patches) // count, count, -1)
         if self.config.averaged:
-            return np.ascontiguousarray(groups.mean(1, dtype=np.float64), np.float32)
+            mean = groups.mean(1, dtype=np.float64) * self.config.factor
+            if self.statistics:
+                shift, scale = self.statistics
+                mean = (mean - shift) * scale
+            return np.ascontiguousarray(mean, np.float32)
         return groups.reshape(len(groups), -1)
 
     def project(self, ops: Ops, step: StepInputs) -> dict[str, Buffer]:
@@ -108,6 +124,8 @@ class VisionConfig:
     patch_norm: Literal["", "rms"] = ""  # of the patches before the first layer, for towers without `positions`
     hidden_size: int
     positions: int = 0  # rows and columns of the learned position embedding, stretched to the image; 0: none
+    axis_positions: int = 0  # rows of the learned embeddings of a patch's column, and as many of its row; 0: none
+    clips: bool = False  # the matrices of the layers have bounds (see layers.linear.ClippedLinear)
     layers: tuple[LayerConfig, ...]
     window: int = 0  # tokens in a row of an attention window; 0: no windows
     whole: tuple[int, ...] = ()  # indices of layers without windows, whose patches attend to the whole image
@@ -128,6 +146,11 @@ class VisionConfig:
     def patch_width(self) -> int:
         return CHANNELS * self.patch_size**2
 
+    @property
+    def num_positions(self) -> int:
+        """Rows of the position embedding; with `axis_positions` those of columns first."""
+        return self.positions**2 or 2 * self.axis_positions
+
     def merged_width(self, merger: MergerConfig) -> int:
         """Columns of a merger's input."""
         return self.hidden_size * (1 if merger.averaged else self.merge**2)
@@ -143,15 +166,18 @@ class VisionConfig:
         shapes: Shapes = {f"vision.patch_embedding.{t}.weight": (hidden, self.patch_width) for t in range(self.frames)}
         shapes |= {"vision.patch_embedding.0.bias": (hidden,)} if self.patch_bias else {}
         shapes |= {"vision.patch_norm.weight": (hidden,)} if self.patch_norm else {}
-        shapes |= {"vision.position_embedding.weight": (self.positions**2, hidden)} if self.positions else {}
+        shapes |= {"vision.position_embedding.weight": (self.num_positions, hidden)} if self.num_positions else {}
         for i, layer in enumerate(self.layers):
             shapes |= layer.shapes(f"vision.layers.{i}", hidden)
+        if self.clips:
+            matrices = [name.removesuffix(".weight") for name in shapes if "_proj." in name]
+            shapes |= {f"{name}.{bound}": (1,) for name in matrices for bound in BOUNDS}
         for merger in self.mergers:
             shapes |= merger.shapes(self)
         return shapes
 
     def build(self, weights: Weights) -> "VisionNetwork":
-        hidden, size = self.hidden_size, (self.positions**2, self.hidden_size)
+        hidden, size = self.hidden_size, (self.num_positions, self.hidden_size)
         return VisionNetwork(
             config=self,
             patch_embedding=[
@@ -159,7 +185,7 @@ class VisionConfig:
                 for t in range(self.frames)
             ],
             patch_norm=weights.norm("vision.patch_norm", hidden, self.layers[0].eps) if self.patch_norm else None,
-            positions=weights.raw("vision.position_embedding.weight", size).float32() if self.positions else None,
+            positions=weights.raw("vision.position_embedding.weight", size).float32() if size[0] else None,
             layers=[each.build(weights, f"vision.layers.{i}", hidden) for i, each in enumerate(self.layers)],
             mergers=[each.build(weights, self) for each in self.mergers],
         )
@@ -182,7 +208,7 @@ class VisionNetwork:
     config: VisionConfig
     patch_embedding: list[Linear]
     patch_norm: RMSNorm | None
-    positions: Float32 | None  # [side^2, hidden]
+    positions: Float32 | None  # [num_positions, hidden]
     layers: list[DecoderLayer]
     mergers: list[Merger]
 
@@ -217,9 +243,12 @@ class VisionNetwork:
         return {"out": x} if norm is None else {"out": x, "merged": norm(ops, x)}
 
     def position_rows(self, places: Int32, grid: tuple[int, int]) -> Float32:
-        """Position embeddings [P, hidden] of patches at `places` [P, 2] in a grid: the learned square, stretched
-        linearly with its corners at the grid's (transformers 5.24, vision_utils.py)."""
+        """Position embeddings [P, hidden] of patches at `places` [P, 2] in a grid: the sum of those of the column and
+        the row, or the learned square, stretched linearly with its corners at the grid's (transformers 5.24,
+        vision_utils.py)."""
         assert self.positions is not None
+        if self.config.axis_positions:
+            return self.positions[places[:, 1]] + self.positions[self.config.axis_positions + places[:, 0]]
         side, found = self.config.positions, np.float32(0)
         at = [
             places[:, axis].astype(np.float32) * np.float32(side - 1) / np.float32(max(grid[axis] - 1, 1))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from headstart.errors import ModelError
 from headstart.formats.base import make_tensor
 from headstart.kernels.ops import Backend, RawTensor, Weight
-from headstart.layers.linear import Linear
+from headstart.layers.linear import BOUNDS, Clip, ClippedLinear, Linear
 from headstart.layers.norm import LayerNorm, RMSNorm
 
 Shapes = dict[str, tuple[int, ...]]  # canonical tensor names and their shapes
@@ -61,8 +61,18 @@ class Weights:
         return name in self.tensors
 
     def linear(self, prefix: str, num_out: int, num_in: int, *, bias: bool = False) -> Linear:
+        """A matrix [num_out, num_in]; clipped if the checkpoint has its bounds."""
         weight = self.get(f"{prefix}.weight", num_out, num_in)
-        return Linear(weight, self.get(f"{prefix}.bias", num_out) if bias else None)
+        offset = self.get(f"{prefix}.bias", num_out) if bias else None
+        if not self.has(f"{prefix}.{BOUNDS[0]}"):
+            return Linear(weight, offset)
+        bounds = [float(self.raw(f"{prefix}.{name}", (), (1,)).float32().reshape(())) for name in BOUNDS]
+        return ClippedLinear(
+            weight, offset, inputs=self._clip(num_in, *bounds[:2]), outputs=self._clip(num_out, *bounds[2:])
+        )
+
+    def _clip(self, width: int, low: float, high: float) -> Clip:
+        return Clip(*(self.constant(f"{width} times {each}", np.full(width, each)) for each in (low, -high)))
 
     def norm(self, name: str, size: int, eps: float, *, centered: bool = False, biased: bool = False) -> RMSNorm:
         weight = self.get(f"{name}.weight", size)

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -39,9 +40,9 @@ STATISTICS = ("image_mean", "image_std")  # after `clip.vision.`, and in preproc
 SCALE_FACTOR = "clip.vision.projector.scale_factor"
 
 
-def names(merger: Mapping[str, str | None]) -> Names:
-    """Tensor names of a tower; `merger`: those of its merger and norms."""
-    return Names({**PREFIXES, **merger}, parts=PARTS)
+def names(merger: Mapping[str, str | None], parts: Mapping[str, str] = MappingProxyType({})) -> Names:
+    """Tensor names of a tower; `merger`: those of its merger and norms; `parts`: its own parts of layers."""
+    return Names({**PREFIXES, **merger}, parts={**PARTS, **parts})
 
 
 def open_projector(path: Path) -> GgufFile:

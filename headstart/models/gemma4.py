@@ -1,4 +1,4 @@
-"""Gemma 4 (E2B, E4B, 12B, 26B-A4B, 31B), text part: per-layer embeddings, shared KV layers, an MLP beside experts.
+"""Gemma 4 (E2B, E4B, 12B, 26B-A4B, 31B): per-layer embeddings, shared KV layers, an MLP beside experts.
 
 Its assistant is a checkpoint of its own (heads/assistant.py). Formula: transformers 5.23 `models/gemma4`; GGUF names:
 llama.cpp `conversion/gemma.py`.
@@ -7,6 +7,7 @@ llama.cpp `conversion/gemma.py`.
 import math
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from headstart.errors import ModelError
@@ -17,7 +18,7 @@ from headstart.layers.decoder import LayerConfig
 from headstart.layers.mlp import MLPConfig
 from headstart.layers.parallel import ParallelMoEConfig
 from headstart.layers.per_layer import PerLayerConfig
-from headstart.models import _gemma, keys
+from headstart.models import _gemma, _gemma4_vision, keys
 from headstart.models.base import Family
 from headstart.models.keys import FULL, SLIDING, Config, flag, number
 from headstart.models.reading import Reading
@@ -81,7 +82,9 @@ def _own(config: Reading, kind: str, index: int) -> Mapping[str, Any]:
 
 def _attention(config: Reading, kind: str, window: int, source_layer: int | None) -> AttentionConfig:
     same = flag(config, "attention_k_eq_v") and kind == FULL
-    return _gemma.attention(config, window if kind == SLIDING else 0, source_layer, keys_are_values=same)
+    mixer = _gemma.attention(config, window if kind == SLIDING else 0, source_layer, keys_are_values=same)
+    is_causal = kind == FULL and _gemma4_vision.attends_ahead(config)
+    return replace(mixer, spec=replace(mixer.spec, causal=True)) if is_causal else mixer
 
 
 def _mlp(config: Reading, index: int, shared: bool) -> MLPConfig:
@@ -114,6 +117,7 @@ def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool)
 
 
 FAMILY = Family(
+    vision=_gemma4_vision.VISION,
     parse=parse,
     names=_gemma.NAMES,
     adapt=adapt,

@@ -25,6 +25,7 @@ class ImageFormat:
     is_cut: bool = False  # a larger image is also given as squares of `image_size`, which precede the whole image
     min_pixels: int = 0  # minimum number of pixels after resizing
     max_pixels: int = 0  # maximum number of pixels after resizing; 0: no limit
+    is_filled: bool = False  # smaller images are enlarged to `max_pixels` too
     # longest side in pixels after resizing; with `image_size`: after a first resizing that keeps the shape; 0: no limit
     longest: int = 0
     resample: int = 2  # Pillow's number of the filter; 2: bilinear
@@ -60,13 +61,20 @@ class ImageFormat:
 
     def size_of(self, width: int, height: int) -> tuple[int, int]:
         """Width and height after resizing, multiples of a token's (transformers 5.24, smart_resize of Qwen2-VL,
-        get_resize_output_image_size of Pixtral). Raises ImageError for an image that is too long."""
+        get_resize_output_image_size of Pixtral, get_aspect_ratio_preserving_size of Gemma 4). Raises ImageError for an
+        image that is too long."""
         if self.image_size:
             return self.image_size, self.image_size
         unit = self.token_side
         if self.longest:
             ratio = max(width, height, self.longest) / self.longest
             return -(-math.floor(width / ratio) // unit) * unit, -(-math.floor(height / ratio) // unit) * unit
+        if self.is_filled:
+            factor, longest = math.sqrt(self.max_pixels / (width * height)), self.max_pixels // unit**2
+            tokens = [math.floor(factor * each / unit) for each in (width, height)]
+            if min(tokens) == 0:  # one row or column of tokens
+                tokens = [min(max(each // min(width, height), 1), longest) for each in (width, height)]
+            return tokens[0] * unit, tokens[1] * unit
         if max(width, height) > MAX_RATIO * min(width, height):
             what = f"it has {width} x {height} pixels, and one side may be {MAX_RATIO} times the other at most"
             raise ImageError(what, "cut it into parts")

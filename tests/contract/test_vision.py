@@ -12,11 +12,12 @@ import pytest
 import torch
 from support import make, model_at, request, run
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+from transformers.models.gemma4 import image_processing_pil_gemma4
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
-from vision_models import CUT, KINDS, LONGEST, PREPARATION, QWEN, copied, published, qwen, random_image
+from vision_models import CUT, FILLED, GEMMA4, KINDS, LONGEST, PREPARATION, QWEN, copied, published, qwen, random_image
 
 from headstart.api.images import check_tower
 from headstart.core import Request, Sequence, Span
@@ -33,12 +34,17 @@ TEXT = "What is on it?"
 IMAGES = {1: random_image(1), 2: random_image(2, 90, 23), 3: random_image(3, 31, 64), 4: random_image(4, 1, 1)}
 
 
+image_processing_pil_gemma4._SUPPORTED_SOFT_TOKENS += (FILLED["max_soft_tokens"],)  # it refuses tiny images
 PROCESSORS = {
     "gemma3": Gemma3ImageProcessorPil(size={"height": 32, "width": 32}),
     "smolvlm": SmolVLMImageProcessorPil(**CUT, return_row_col_info=True),
     "mistral3": PixtralImageProcessorPil(**{**LONGEST, "patch_size": {"height": 8, "width": 8}}),
+    **dict.fromkeys(GEMMA4, image_processing_pil_gemma4.Gemma4ImageProcessorPil(**FILLED)),
     "qwen": Qwen2VLImageProcessorPil(**PREPARATION),
 }
+
+
+NOT_OF_MODELS = ("num_crops", "rows", "cols", "num_soft_tokens_per_image")
 
 
 @cache
@@ -62,12 +68,14 @@ def asked(model: Model, images: Seq[int], text: str = TEXT, **params: Any) -> Re
     return replace(request(ids, **params), images=images)
 
 
-def truth(kind: str, images: Seq[int], prompt: Seq[int], count: int) -> tuple[torch.Tensor, list[int]]:
-    """Logits [T, V] of the prompt by transformers, and its greedy text."""
+def truth(kind: str, images: Seq[int], one: Request, count: int) -> tuple[torch.Tensor, list[int]]:
+    """Logits [T, V] of a request's prompt by transformers, and its greedy text."""
     oracle, _ = published(kind)
     prepared = PROCESSORS.get(kind, PROCESSORS["qwen"])([IMAGES[seed].pixels for seed in images], return_tensors="pt")
-    prepared = {key: value for key, value in prepared.items() if key not in ("num_crops", "rows", "cols")}
-    ids, texts = list(prompt), list[int]()
+    prepared = {key: value for key, value in prepared.items() if key not in NOT_OF_MODELS}
+    ids, texts = list(one.prompt_ids), list[int]()
+    for placed in one.images:
+        ids[placed.first : placed.end] = [oracle.config.image_token_id] * (placed.end - placed.first)
     first = None
     with torch.inference_mode():
         for _ in range(count):
@@ -88,7 +96,7 @@ def test_logits_and_texts_are_those_of_transformers(kind: str, backend: str) -> 
     model = seeing(kind, backend)
     engine = engine_of(model, max_model_len=256, kv_blocks=32)
     one = asked(model, [1, 2, 3], max_tokens=8)
-    expected, text = truth(kind, [1, 2, 3], one.prompt_ids, 8)
+    expected, text = truth(kind, [1, 2, 3], one, 8)
     sequence = Sequence(replace(one, params=replace(one.params, prompt_logprobs=0)), 0, list(one.prompt_ids), 0)
     assert engine.memory.reserve(sequence, len(sequence.tokens))
     logits = engine.runner.forward([Span(sequence, 0, len(sequence.tokens), 1)]).logits
@@ -96,6 +104,24 @@ def test_logits_and_texts_are_those_of_transformers(kind: str, backend: str) -> 
     np.testing.assert_allclose(model.backend.numpy(logits), expected.numpy(), rtol=limit, atol=limit)
     engine.memory.release(sequence)
     assert run(engine, [one])["r", 0].tokens == text
+
+
+@pytest.mark.parametrize("kind", GEMMA4)
+@pytest.mark.parametrize("backend", ["reference", "native"])
+def test_features_of_gemma4_are_those_of_transformers(kind: str, backend: str) -> None:
+    """Of images of odd sizes, each with the grid of transformers' processor."""
+    model, oracle = seeing(kind, backend), published(kind)[0]
+    sizes = [(50, 41), (90, 23), (1, 1), (5, 70), (333, 7), (7, 333), (400, 400), (8, 8)]
+    images = [random_image(5, width, height) for width, height in sizes]
+    found = PROCESSORS[kind]([each.pixels for each in images], return_tensors="pt", input_data_format="channels_last")
+    with torch.inference_mode():
+        features = oracle.model.get_image_features(found["pixel_values"], found["image_position_ids"]).pooler_output
+    assert model.vision and model.tower
+    encoder = VisionEncoder(model.backend, model.vision)
+    for image, expected, places in zip(images, features, found["image_position_ids"], strict=True):
+        (piece,) = model.tower.prepare(image).pieces
+        assert piece.image.grid == tuple((int(places[:, axis].max()) + 1) // 2 for axis in (1, 0))
+        np.testing.assert_allclose(encoder.features(piece.image), expected.numpy(), rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
