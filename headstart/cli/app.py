@@ -113,7 +113,9 @@ def _dispatch(words: list[str], places: dict[str, str]) -> int:
             name = entry.default
         else:
             what = f"option: {rest[0]}" if rest[0].startswith("-") else f"command '{rest[0]}'."
-            raise UsageError(f"No such {what}", foreign_flags.command_hint(rest[0], COMMANDS) or "see headstart --help")
+            raise UsageError(
+                f"No such {what}", foreign_flags.command_hint(rest[0], COMMANDS) or "headstart --help lists all"
+            )
         names.append(name)
         entry = entry.commands[name]
     return _run_command(" ".join(names), entry, rest, root, places)
@@ -133,8 +135,8 @@ def _run_command(name: str, command: Command, words: list[str], root: CommandGro
             places[_spelling(options[key], setting.value)] = setting.place
         arguments = command.read(given, found)
     except ParseError as error:
-        hint = foreign_flags.option_hint(error, name, command)
-        raise UsageError(error.message, hint or f"see headstart {name} --help") from None
+        hint = foreign_flags.option_hint(error, name, command, words)
+        raise UsageError(error.message, hint) from None
     return int(command.run(**arguments) or 0)
 
 

@@ -98,6 +98,11 @@ class Option:
         return self.metavar or " ".join([word] * self.num_values)
 
     @property
+    def usage(self) -> str:
+        """The option with the name of its value and its help, as a hint."""
+        return f"{self.label} {self.value_name}: {self.help}".replace("  ", " ")
+
+    @property
     def default_value(self) -> Any:
         """The default as the value of the option; of a comma-separated option as a tuple."""
         if self.is_comma_list:
@@ -111,7 +116,7 @@ class Option:
         if self.is_comma_list:
             return self._read_comma_list(given)
         if self.num_values > 1 and len(given) != self.num_values:
-            raise ParseError(f"{self.label} needs {self.num_values} values")
+            raise ParseError(f"{self.label} needs {self.num_values} values", self.usage)
         if self.is_list or self.num_values > 1:
             return (list if self.is_list else tuple)(self._read_one(text) for text in given)
         return self._read_one(given)
@@ -120,7 +125,7 @@ class Option:
         try:
             value = self._convert(text)
         except (ValueError, OverflowError):
-            raise ParseError(f"{self.label} is {text!r}, but must be {KINDS[self.kind][1]}") from None
+            raise ParseError(f"{self.label} is {text!r}, but must be {KINDS[self.kind][1]}", self.usage) from None
         return self._checked(value, text)
 
     def _read_comma_list(self, text: str) -> tuple[Any, ...]:
@@ -129,7 +134,7 @@ class Option:
             values = tuple(dict.fromkeys(self._convert(each.strip()) for each in text.split(",")))
         except (ValueError, KeyError):
             wrong = f"{self.label} is {text!r}, which is not a list of such values"
-            raise ParseError(wrong, f"see {self.label} in --help") from None
+            raise ParseError(wrong, self.usage) from None
         return tuple(self._checked(value, text) for value in values)
 
     def _checked(self, value: Any, text: str) -> Any:
@@ -137,7 +142,7 @@ class Option:
             raise ParseError(f"{self.label}: {text} does not exist", "is the path right?")
         if self.is_output and not _can_write(value):
             raise ParseError(f"{self.label}: {text} cannot be written", "name a place that you may write to")
-        hint = ""
+        hint = self.usage
         if self.choices and value not in self.choices:
             wanted, hint = f"one of {', '.join(self.choices)}", f"leave {self.label} out for the default"
         elif self.min is not None and not value >= self.min:
@@ -279,7 +284,7 @@ class Command:
         item = self.flags[flag]
         if item.is_switch:
             if equals:
-                raise ParseError(f"{flag} takes no value")
+                raise ParseError(f"{flag} takes no value", f"write {flag} alone, or leave it out")
             given[item.name] = True
             return
         texts = [text] if equals else []
@@ -287,7 +292,8 @@ class Command:
         texts += rest[:missing]
         del rest[:missing]
         if len(texts) < item.num_values:
-            raise ParseError(f"{flag} needs {'a value' if item.num_values == 1 else f'{item.num_values} values'}")
+            number = "a value" if item.num_values == 1 else f"{item.num_values} values"
+            raise ParseError(f"{flag} needs {number}", item.usage)
         if "" in texts and not item.may_be_empty:
             raise _empty(flag)
         if item.is_list:

@@ -105,6 +105,7 @@ HINTS: tuple[tuple[str, str], ...] = (
     (r"structured|guided|reasoning-config", "grammars and schemas work without a setting: leave it out"),
     (r"ssl-|uds|grpc|root-path|middleware|h11|uvicorn", "put a proxy in front of it, such as nginx"),
     (r"pool|embed|convert|runner", "headstart generates text only: leave it out"),
+    (r"logits-proc", "headstart runs no code of others: leave it out"),
     (r"log(?!p)|trace|otlp|profil|metric|stats|observ", "/metrics and --access-log are what there is: leave it out"),
     (r"tool|chat|template|response-role", "--tool-call-parser and --chat-template are what there is: leave it out"),
     (r"schedul|prefill|batch|stream|async|queue", "--max-num-seqs and --max-num-batched-tokens size passes"),
@@ -226,6 +227,9 @@ class _Rewriter:
             return
         if value.lower() == VLLM_DEFAULTS.get(flag) or (flag == "--max-model-len" and value == "-1"):
             return
+        if flag == "--dtype" and value in ("half", "float16"):
+            self.words += [OTHER, f"{flag}={value}"]
+            return
         if flag in SIZED:
             value = plain_size(value)
         if flag == "--quantization":
@@ -263,7 +267,7 @@ class _Rewriter:
         if value is None and self.rest:
             value = self.rest.pop(0)
         if value is None:
-            raise UsageError(f"{flag} needs a value", "headstart serve --help-all lists what it may be")
+            raise UsageError(f"{flag} needs a value", f"write {flag} VALUE, or leave it out")
         return value
 
 
@@ -300,12 +304,16 @@ def plain_size(text: str) -> str:
 
 def vllm_name(flag: str) -> str:
     """The first spelling of a current or removed vLLM flag (with its --no-); empty for other words."""
+    from headstart.tools.launch.arguments import published
+
     table, data = _vllm_tables()
+    known = published("vllm")
     flag = data["renamed"].get(flag, flag)
     base = flag.partition(".")[0]
     if base in table.aliases:
         return table.aliases[base]
-    return flag if table.exact(base) or base in data["removed"] else ""
+    is_old = base in data["removed"] or (known is not None and base in known.arguments)
+    return flag if table.exact(base) or is_old else ""
 
 
 def _takes_value(name: str) -> bool:

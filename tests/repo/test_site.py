@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 from source import ROOT
 from test_cli_surface import COMMANDS
 from test_links import DOCUMENTS
+
+from headstart.cli.serve import run as serve
 
 
 def script(path: str) -> Any:
@@ -50,7 +53,13 @@ def test_each_line_of_a_guide_has_an_answer() -> None:
     lines = json.loads(site.GUIDE_LINES.read_text("utf-8"))
     outcomes = [site.serve_outcome(entry["line"]) for entry in lines]
     assert "runs" in outcomes
-    assert not [each for each in outcomes if each.endswith((": ", "--help"))]
+    assert not [each for each in outcomes if each.endswith((": ", "--help", "all options"))]
+    written = [
+        line for each in outcomes for line in re.findall(r": write headstart (serve .*?)(?: \(without .*)?$", each)
+    ]
+    assert len(written) > 30
+    for line in written:  # what the hint says fits the command
+        serve.read(serve.split(shlex.split(line)[1:])[0])
     assert site.serve_outcome("vllm serve m -tp 2").startswith("--tensor-parallel-size 2 cannot be honoured: ")
     assert site.guide_lines_page().count("\n| ") == 1 + len(lines)
 

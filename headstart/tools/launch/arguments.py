@@ -50,6 +50,7 @@ def version_text(version: Version) -> str:
 SHELL = re.compile(r"[$`]")  # marks shell expansions: the final value is unknown before the shell runs
 SIZE = re.compile(r"-?\d+(\.\d+)?[kKmMgGtT]?|auto")
 NUMBER = re.compile(r"-?\d+")
+MAX_NAMES = 8  # of an ambiguous prefix in an error
 FLAG = re.compile(r"-(?!$|[\d.]+$)")
 SWITCHES = ("switch", "boolean", "logical")  # argument kinds that never consume the next word as their value
 
@@ -195,7 +196,7 @@ class _ArgumentParser:
         if len(names) != 1:
             like = table.similar(flag)
             unknown = f"there is no {flag}" + (f"; did you mean {like}?" if like else "")
-            errors.append(f"{flag} may be {' or '.join(names)}" if names else unknown)
+            errors.append(f"{flag} may be {' or '.join(names)}" if 0 < len(names) <= MAX_NAMES else unknown)
             if not equals:
                 self._take(1)
             return

@@ -128,6 +128,9 @@ class Vllm(EngineLauncher, data="vllm.json"):
                 server.note(OFFLOAD)
 
     def modernize(self, line: CommandLine, version: Version) -> None:
+        for flag, key in ROPE.items():
+            if line.find(flag) and not self.supports(version, flag):
+                line.rename(flag, f"--hf-overrides.{key}")
         word = line.find(OPTION)
         if word and word.value and VARIABLE.fullmatch(word.value):
             beside = [each.flag for each in line.words if each.flag in FOLDED or each.flag.startswith(DOTTED)]
@@ -166,6 +169,8 @@ def _asks_for_ray(extra: Sequence[str]) -> bool:
 
 # For --translate: old ways to configure speculation are merged into the JSON of --speculative-config.
 
+ROPE = {"--rope-scaling": "rope_parameters", "--rope-theta": "rope_parameters.rope_theta"}
+"""Flags that ended in 0.12 -> keys of --hf-overrides, whose dotted keys are merged."""
 OPTION = "--speculative-config"
 DOTTED = f"{OPTION}."  # prefix of flags for single keys of the JSON
 VARIABLE = re.compile(r"\$\{?\w+\}?")
