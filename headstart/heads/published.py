@@ -133,6 +133,8 @@ def _has(config: Document, values: Document) -> bool:
 
 
 def _has_key(config: Document, each: DrafterFormat) -> bool:
+    if "dspark_block_size" in config and not each.block:  # a whole model with a DSpark drafter may have such a key
+        return False
     return any(config.get(key) is not None for key in each.keys)
 
 

@@ -290,6 +290,7 @@ BROKEN: Mapping[str, tuple[Any, dict[str, Any], str]] = {
     "no drafter": (without("mtp."), {}, "no such tensors"),
     "main_proj of fewer taps": (wide, {}, r"mtp\.0\.main_proj\.weight is \[48, 95\]"),
     "a gated Markov head": (None, {"markov_head_type": "gated"}, "markov_head_type is 'gated'"),
+    "a smaller draft vocabulary": (None, {"draft_vocab_size": 64}, "draft_vocab_size is 64"),
     "an unknown key": (None, {"dspark_gate": 3}, "dspark_gate 3"),
     "a layer that is not there": (None, {"dspark_target_layer_ids": [1, 3]}, r"dspark_target_layer_ids is \[1, 3\]"),
     "a noise token that is not there": (None, {"dspark_noise_token_id": 131}, "mask_token_id is 131"),
