@@ -56,7 +56,7 @@ def _exists(path: str) -> bool:
 
 
 def _is_file(path: str) -> bool:
-    return _exists(path) and Path(path).is_file()
+    return _exists(path) and user_path(path).is_file()
 
 
 @dataclass(frozen=True, kw_only=True)

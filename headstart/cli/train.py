@@ -176,6 +176,8 @@ class AdaptFlags(OptionGroup):
     model: str | None = option("The model that wrote the records. Default: the default model.")
     head: Path | None = option("Head to begin with. Default: the one in use.")
     kind: str | None = option("Kind of the model's head: mtp, eagle3, ... Default: the one in use.")
+    lora: Path | None = option("LoRA adapter that wrote the records: the head drafts for it alone.", metavar="PATH",
+                               must_exist=True)  # fmt: skip
     minutes: float = option("Duration of the run.", default=30.0, above=0, max=MAX_MINUTES)
     forget: bool = option("Remove the adapted head, so that the model's own head is used again.", default=False)
     threads: int | None = option("CPU threads.")
@@ -186,6 +188,7 @@ class AdaptFlags(OptionGroup):
     "headstart serve --record my-records",
     "headstart adapt my-records --minutes 30",
     "headstart adapt my-records --model ./my-model --head my-head",
+    "headstart adapt my-records --model ./my-model --lora ./my-adapter",
     "headstart adapt --forget",
 )
 def adapt(flags: AdaptFlags, output: OutputOptions) -> int:
@@ -208,9 +211,10 @@ def adapt(flags: AdaptFlags, output: OutputOptions) -> int:
 
 def _forget(flags: AdaptFlags, as_json: bool) -> int:
     from headstart.core import Report
+    from headstart.formats.adapter import digest_of
     from headstart.tools.saved import forget
 
-    kinds, unfinished = forget(flags.model, flags.kind)
+    kinds, unfinished = forget(flags.model, flags.kind, digest_of(flags.lora) if flags.lora else "")
     line = f"forgotten: {', '.join(kinds)}; a running server after kill -HUP PID" if kinds else "nothing was adapted"
     left = [f"removed files of interrupted runs: {', '.join(unfinished)}"] if unfinished else []
     return finish(Report(True, {"forgotten": kinds, "unfinished": unfinished}, [line, *left]), as_json)

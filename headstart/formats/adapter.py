@@ -132,14 +132,25 @@ def read_adapter(path: Path) -> AdapterFile:
     return _read_gguf(path)
 
 
-def _read_peft(path: Path) -> AdapterFile:
+def digest_of(path: Path) -> str:
+    """AdapterFile.digest of an adapter, without its factors. Raises ModelError or OSError for missing files."""
+    path = user_path(path)
+    return _digest(path / CONFIG, _peft_weights(path)) if path.is_dir() else _digest(path)
+
+
+def _peft_weights(path: Path) -> Path:
     if not (path / CONFIG).is_file():
         raise ModelError(f"{path} is no adapter: it has no {CONFIG}", "give the directory that PEFT has written")
-    config = read_object(path / CONFIG)
-    _check_config(config, str(path / CONFIG))
     file = next((path / name for name in WEIGHTS if (path / name).is_file()), None)
     if file is None:
         raise ModelError(f"{path} holds neither {' nor '.join(WEIGHTS)}", "is the download complete?")
+    return file
+
+
+def _read_peft(path: Path) -> AdapterFile:
+    file = _peft_weights(path)
+    config = read_object(path / CONFIG)
+    _check_config(config, str(path / CONFIG))
     stored = safetensors_file.read_file(file) if file.suffix == ".safetensors" else pickled.read_pickle(file)
     pairs, others = _pairs(stored, _PEFT)
     copies = {name: stored.pop(name).shape for name in others if _COPY.fullmatch(name)}

@@ -1,7 +1,8 @@
 """Folders of records: token ids of prompts and outputs, for `headstart adapt`.
 
 `manifest.json` names the model; each line of `records-*.jsonl` is a text: {"prompt_ids", "response_ids",
-"temperature"}. Only the owner has access (folder 0700, files 0600). Damaged lines, as after a crash, are skipped.
+"temperature", "adapter"}. Only the owner has access (folder 0700, files 0600). Damaged lines, as after a crash, are
+skipped.
 """
 
 import json
@@ -70,10 +71,12 @@ class TextRecord:
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
     temperature: float = 0.0
+    adapter: str = ""  # digest of the LoRA adapter that wrote it; empty: the model as it is
 
     def line(self) -> bytes:
         """The record as a line of JSON."""
-        return json.dumps(asdict(self), separators=(",", ":")).encode() + b"\n"
+        document = {name: value for name, value in asdict(self).items() if value or name != "adapter"}
+        return json.dumps(document, separators=(",", ":")).encode() + b"\n"
 
     @classmethod
     def of(cls, line: bytes, vocab_size: int) -> Self:
@@ -82,10 +85,12 @@ class TextRecord:
         if not isinstance(document, dict):
             raise ValueError("not an object")
         prompt, response = (_ids(document.get(name), vocab_size) for name in ("prompt_ids", "response_ids"))
-        temperature = document.get("temperature", 0.0)
+        temperature, adapter = document.get("temperature", 0.0), document.get("adapter", "")
         if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 <= temperature < 100:
             raise ValueError("temperature is no number from 0 to 100")
-        return cls(prompt, response, float(temperature))
+        if not isinstance(adapter, str):
+            raise ValueError("adapter is no text")
+        return cls(prompt, response, float(temperature), adapter)
 
 
 def _ids(value: Any, vocab_size: int) -> tuple[int, ...]:
@@ -126,22 +131,24 @@ class LoadedRecords:
     damaged: int = 0
 
 
-def read_records(folder: Path, vocab_size: int) -> LoadedRecords:
-    """All records of a folder. Raises UsageError if it has none or cannot be read."""
+def read_records(folder: Path, vocab_size: int, adapter: str = "") -> LoadedRecords:
+    """The records of a folder that one LoRA adapter wrote, by its digest; empty: those of the model as it is. Raises
+    UsageError if there are none or they cannot be read."""
     found = LoadedRecords()
     try:
         for path in sorted(folder.glob(FILES)):
             for line in read_regular(path).split(b"\n"):
                 try:
-                    if line:
-                        found.records.append(TextRecord.of(line, vocab_size))
+                    if line and (record := TextRecord.of(line, vocab_size)).adapter == adapter:
+                        found.records.append(record)
                 except (ValueError, RecursionError):
                     found.damaged += 1
     except OSError as error:
         raise UsageError(f"cannot read {error.filename or folder}: {error.strerror}", "are they yours?") from None
     if not found.records:
         lines = f"{found.damaged} damaged lines" if found.damaged else "no text yet"
-        raise UsageError(f"{folder} holds {lines}", "let headstart serve --record run for a while")
+        writer = " of this adapter" if adapter else ""
+        raise UsageError(f"{folder} holds {lines}{writer}", "let headstart serve --record run for a while")
     return found
 
 
@@ -252,10 +259,12 @@ class TextRecorder:
 
     def offer(self, request: Request, tokens: Seq[int]) -> None:
         """Queue a finished text; drops it if the queue is full."""
-        if not tokens or request.images or request.adapter:  # token ids say nothing without images and adapter
+        if not tokens or request.images:  # token ids say nothing without images
             return
+        adapter = request.adapter.digest if request.adapter else ""
         try:
-            self._queue.put_nowait(TextRecord(request.prompt_ids, tuple(tokens), request.params.temperature))
+            record = TextRecord(request.prompt_ids, tuple(tokens), request.params.temperature, adapter)
+            self._queue.put_nowait(record)
         except Full:
             self.lost["queue"] += 1
 

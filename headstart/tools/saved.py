@@ -13,6 +13,7 @@ from headstart import hub, registry
 from headstart.config import Depth, EngineConfig
 from headstart.errors import CapacityError, ModelError, UsageError
 from headstart.files import atomic_folder
+from headstart.formats import adapter
 from headstart.heads.files import read_head
 from headstart.kernels.backend import select_backend
 from headstart.machine import threads
@@ -91,7 +92,7 @@ def save_setting(model: str | None, config: EngineConfig, setting: TunedSetting)
     return path
 
 
-# Heads of `headstart adapt`: one for each model and kind.
+# Heads of `headstart adapt`: one for each model, LoRA adapter and kind.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,22 +107,27 @@ class AdaptedHead:
         return f"acceptance length {self.before:.2f} -> {self.after:.2f} on your records, {self.date}"
 
 
-def folder_of(model: str | None) -> Path:
-    known = json.dumps(identity_of(model), default=str)
+def folder_of(model: str | None, lora: str = "") -> Path:
+    """Returns the folder of a model's adapted heads; `lora`: digest of the adapter that they draft for."""
+    known = json.dumps([identity_of(model), lora] if lora else identity_of(model), default=str)
     return hub.cache_dir() / "adapted" / hashlib.sha256(known.encode()).hexdigest()[:24]
 
 
 def find_adapted_head(model: str | None, config: EngineConfig) -> tuple[Path, AdaptedHead] | None:
     """Returns the folder and facts of the adapted head that replaces the model's own. None if there is none, the user
-    named a head, or `config` does not draft with a head. Skips damaged or outdated heads."""
+    named a head, or `config` does not draft with a head. Skips damaged or outdated heads.
+
+    An engine has one drafter for all requests. With one LoRA adapter, a head that was adapted to it comes first; with
+    several, the model's is used."""
     kinds = registry.available("heads")
     if config.head is not None or config.depth == 0 or config.drafter not in ("auto", "mixed", *kinds):
         return None
     with contextlib.suppress(UsageError):
         shipped = hub.shipped_heads(model or hub.DEFAULT_MODEL)
         wanted = [config.drafter] if config.drafter in kinds else list(shipped)[:1] or kinds
-        for kind in wanted:
-            folder = folder_of(model) / kind
+        roots = [folder_of(model, each) for each in dict.fromkeys((adapter_of(config), ""))]
+        for folder in (root / kind for root in roots for kind in wanted):
+            kind = folder.name
             try:
                 adapted = _read(AdaptedHead, folder / FACTS)
                 if not adapted.base or (kind in shipped and digest_of(shipped[kind]) == adapted.base):
@@ -132,6 +138,14 @@ def find_adapted_head(model: str | None, config: EngineConfig) -> tuple[Path, Ad
             except (OSError, ValueError):
                 continue
     return None
+
+
+def adapter_of(config: EngineConfig) -> str:
+    """Returns the digest of an engine's only LoRA adapter; empty with none, several, or one that cannot be read."""
+    with contextlib.suppress(ModelError, OSError):
+        if len(config.adapters) == 1:
+            return adapter.digest_of(Path(config.adapters[0][1]))
+    return ""
 
 
 def digest_of(head: Path) -> str:
@@ -148,10 +162,10 @@ def save_head(folder: Path, head: Path, adapted: AdaptedHead) -> None:
         aside.chmod(0o700)
 
 
-def forget(model: str | None, kind: str | None) -> tuple[list[str], list[str]]:
-    """Removes the model's adapted heads of a kind (None: all), and unfinished ones. Returns the kinds of both. Raises
-    CapacityError if a folder cannot be removed."""
-    root = folder_of(model)
+def forget(model: str | None, kind: str | None, lora: str = "") -> tuple[list[str], list[str]]:
+    """Removes adapted heads of a kind (None: all), and unfinished ones, of the model or of one of its adapters (see
+    `folder_of`). Returns the kinds of both. Raises CapacityError if a folder cannot be removed."""
+    root = folder_of(model, lora)
     names = sorted(path.name for path in root.iterdir()) if root.is_dir() else []
     wanted = [name for name in names if kind is None or name.removesuffix(WORK).split(".")[0] == kind]
     for name in wanted:

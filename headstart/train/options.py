@@ -144,11 +144,15 @@ def _check_model(options: TrainOptions) -> None:
             raise UsageError(what, "give --out a new name")
 
 
+LM_HEADS = ("lm_head.weight", "embed_tokens.weight")
+"""Ends of the names of LM heads; the second: of one that is tied to the embedding."""
+
+
 def _check_adapter(path: Path, checkpoint: Checkpoint, family: Family, config: DecoderConfig) -> None:
     """Raises ModelError for an adapter that does not fit the model, or that changes its LM head: heads learn from
     distributions that are computed with the model's own LM head."""
     factors = fit_adapter(read_adapter(path), checkpoint, family, config)
-    if left := {each.name for each in factors if each and each.shape[0] == config.vocab_size}:
+    if left := {each.name for each in factors if each and each.name.endswith(LM_HEADS)}:
         raise ModelError(f"{path}: train does not support LoRA of {names_of(left)}", REMEDY)
 
 

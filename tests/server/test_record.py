@@ -142,13 +142,18 @@ def test_a_full_queue_drops_and_counts(tmp_path: Path) -> None:
     assert made.kept == 2
 
 
-def test_texts_of_adapters_are_not_recorded(tmp_path: Path) -> None:
+def test_texts_of_adapters_are_kept_apart(tmp_path: Path) -> None:
     made, request = TextRecorder(RecordFiles(tmp_path, 10_000)), support.request([1, 2, 3])
     for each in (request, replace(request, adapter=Adapter("sql", 0, "digest", "./sql"))):
-        made.offer(each, [4, 5])
+        made.offer(each, [4, 5] if each.adapter else [6])
     made.start()
     made.stop()
-    assert made.kept == 1
+    assert made.kept == 2
+    for adapter, tokens in (("", (6,)), ("digest", (4, 5))):
+        (record,) = read_records(tmp_path, support.VOCAB, adapter).records
+        assert (record.adapter, record.response_ids) == (adapter, tokens)
+    with pytest.raises(UsageError, match="holds no text yet of this adapter"):
+        read_records(tmp_path, support.VOCAB, "other")
 
 
 def test_the_oldest_go_first(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import support
 import torch
+from lora_files import random_adapter
 from support import family_of, soften, write_model
 
 from headstart.cli.main import main
@@ -17,6 +18,7 @@ from headstart.config import EngineConfig
 from headstart.core import Report
 from headstart.engine.load import Model, load_model
 from headstart.errors import CapacityError, ModelError, UsageError
+from headstart.formats.adapter import digest_of
 from headstart.heads.base import HeadSpec
 from headstart.heads.files import read_head
 from headstart.heads.kind import head_kind
@@ -148,12 +150,14 @@ def test_a_new_shipped_head_or_a_damaged_file_ends_it(
     assert forget(model, None) == (["mtp"], [])
 
 
-def adapt(monkeypatch: pytest.MonkeyPatch, trained: Path, *words: str) -> int:
-    """The command, whose training makes the head `trained`."""
+def adapt(monkeypatch: pytest.MonkeyPatch, trained: Path, *words: str, options: list[Any] | None = None) -> int:
+    """The command, whose training makes the head `trained`. options: those of the training are added to them."""
+    asked = [] if options is None else options
     from headstart.tools.adapt import run
     from headstart.train.head_weights import export_head
 
     def train(options: Any) -> None:
+        asked.append(options)
         lines = [json.loads(line) for path in options.data for line in path.read_text().splitlines()]
         assert {"prompt_ids", "response_ids", "held_out"} <= set(lines[0]) and options.finetune
         head = read_head(trained)
@@ -185,6 +189,33 @@ def test_the_better_head_is_kept_and_the_worse_one_not(
     document = json.loads(capfd.readouterr().out)
     assert not document["adapted"] and document["held_out"]["difference"][1] < 0
     assert find_adapted_head(model, CONFIG) == kept
+
+
+@pytest.mark.slow
+def test_a_head_for_an_adapter(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It learns from texts of its adapter, and is used where that is the only one."""
+    first, second = random_adapter(Path(model), 1), random_adapter(Path(model), 2)
+    weak = json.loads((first / "adapter_config.json").read_text()) | {"lora_alpha": 0.01}  # the good head stays good
+    (first / "adapter_config.json").write_text(json.dumps(weak))
+    good, bad = (write(tmp_path / str(side), model, agreeing=side) for side in (True, False))
+    own = [replace(each, adapter=digest_of(first)) for each in texts(80, seed=4)]
+    folder, asked = recorded(tmp_path / "records", model, texts(30) + own), list[Any]()
+    words = (str(folder), "--model", model, "--head", str(bad))
+    assert adapt(monkeypatch, good, *words, "--lora", str(first), options=asked) == 0
+    document = json.loads(capfd.readouterr().out)
+    assert document["texts"]["training"] + document["texts"]["held_out"] + document["texts"]["left_out"] == 80
+    assert document["adapted"] and asked[0].lora == first
+    named = ((f"a={first}",), (f"b={second}",), (f"a={first}", f"b={second}"), None)
+    configs = [replace(CONFIG, lora=each) for each in named]
+    for config in configs[1:]:
+        assert find_adapted_head(model, config) is None
+    assert with_adapted(model, configs[0]).head == str(folder_of(model, digest_of(first)) / "mtp")
+    assert adapt(monkeypatch, good, *words, "--lora", str(second)) == 2
+    assert "holds no text yet of this adapter" in capfd.readouterr().err
+    assert main(["adapt", "--forget", "--model", model, "--lora", str(first)]) == 0
+    assert "forgotten: mtp;" in capfd.readouterr().out and find_adapted_head(model, configs[0]) is None
 
 
 def test_ctrl_c_leaves_the_head_in_use_and_says_how_to_go_on(

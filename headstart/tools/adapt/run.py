@@ -8,7 +8,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterator, Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from headstart.core import Report, SamplingParams
 from headstart.engine.load import NATIVE_HEAD, Model, load_model
 from headstart.errors import CapacityError, UsageError
 from headstart.files import write_atomic
+from headstart.formats.adapter import digest_of
 from headstart.heads.kind import head_kind, trained_kinds
 from headstart.server.records import RecordedModel, TextRecord, read_manifest, read_records
 from headstart.tools import saved
@@ -53,9 +54,15 @@ class AdaptOptions:
     model: str | None = None
     head: Path | None = None  # None: the head in use
     kind: str | None = None  # of the head, where the model has several
+    lora: Path | None = None  # LoRA adapter that wrote the records, and that the head drafts for
     minutes: float = 30.0  # of the whole run
     threads: int | None = None
     seed: int = 0
+
+    @property
+    def config(self) -> EngineConfig:
+        """Options of the engines that measure and write text."""
+        return EngineConfig(threads=self.threads, seed=0, lora=None if self.lora is None else (f"adapter={self.lora}",))
 
 
 def run(options: AdaptOptions) -> Report:
@@ -65,7 +72,7 @@ def run(options: AdaptOptions) -> Report:
     begun = time.monotonic()
     start = _start(options)
     RecordedModel.of(start.model).check(options.records)
-    found = read_records(options.records, start.model.config.vocab_size)
+    found = read_records(options.records, start.model.config.vocab_size, start.adapter)
     parts = evaluation.split_records(_newest(found.records, int(options.minutes * TOKENS_PER_MINUTE)))
     if len(parts.training) < MIN_TEXTS or len(parts.held_out) < evaluation.MIN_REQUESTS:
         raise UsageError(
@@ -92,6 +99,7 @@ class _StartingHead:
     model: Model
     path: Path | None  # folder of the head; None: inside the checkpoint
     base: str  # AdaptedHead.base
+    adapter: str = ""  # digest of the LoRA adapter that the head drafts for
 
     @property
     def kind(self) -> str:
@@ -101,10 +109,10 @@ class _StartingHead:
 
 def _start(options: AdaptOptions) -> _StartingHead:
     head = str(options.head) if options.head else None
-    config = EngineConfig(threads=options.threads, seed=0, drafter=options.kind or "auto", head=head)
+    config = replace(options.config, drafter=options.kind or "auto", head=head)
+    adapter = digest_of(options.lora) if options.lora else ""
     kept = saved.find_adapted_head(options.model, config)
-    head = str(kept[0]) if kept else head
-    model = load_model(options.model, EngineConfig(threads=options.threads, seed=0, drafter=config.drafter, head=head))
+    model = load_model(options.model, replace(config, head=str(kept[0])) if kept else config)
     if model.head is None:
         raise UsageError(f"{model.name} has no head to adapt", "give --head, or make one: headstart train --help")
     kind = model.head.spec.kind
@@ -115,7 +123,7 @@ def _start(options: AdaptOptions) -> _StartingHead:
     path = None if model.head.source == NATIVE_HEAD else Path(model.head.source)
     shipped = hub.shipped_heads(model.name).get(kind)
     base = saved.digest_of(path) if path and path == shipped else ""
-    return _StartingHead(model, path, kept[1].base if kept else base)
+    return _StartingHead(model, path, kept[1].base if kept else base, adapter)
 
 
 def _newest(records: Seq[TextRecord], limit: int) -> list[TextRecord]:
@@ -129,10 +137,10 @@ class _AdaptRun:
         self, options: AdaptOptions, start: _StartingHead, parts: evaluation.RecordSplit, begun: float
     ) -> None:
         self.options, self.start, self.parts, self._begun = options, start, parts, begun
-        self.folder = saved.folder_of(options.model) / start.kind
+        self.folder = saved.folder_of(options.model, start.adapter) / start.kind
         self.work = self.folder.with_name(self.folder.name + saved.WORK)
         self.head = self.work / "head"
-        self._config = EngineConfig(threads=options.threads, seed=0)
+        self._config = options.config
         try:
             self._open()
         except OSError as error:
@@ -175,11 +183,16 @@ class _AdaptRun:
             "minutes": round(minutes, 1),
         }  # fmt: skip
         verdict = (
-            f"saved in {self.folder}: generate, chat and serve use it from now on, a running server after kill -HUP PID"
+            f"saved in {self.folder}: generate, chat and serve{self._use} use it from now on, "
+            "a running server after kill -HUP PID"
             if better
             else "not significantly better: the head in use stays; more records or more --minutes may help"
         )
         return Report(True, data, [line, own.line("held-out records"), others.line("general prompts"), verdict])
+
+    @property
+    def _use(self) -> str:
+        return f" with --lora {self.options.lora} alone" if self.options.lora else ""
 
     def _write_general_text(self) -> list[Path]:
         """Lets the model answer general prompts. Returns [folder of the texts], or [] without usable text."""
@@ -207,6 +220,7 @@ class _AdaptRun:
             minutes=max(self.options.minutes * (1 - MEASURING_SHARE) - spent, 0.1 * self.options.minutes),
             draft_vocab=MORE_TOKENS + (TrainOptions.draft_vocab if known is None else len(known)), depth=depth,
             threads=self.options.threads, seed=self.options.seed, measure_speedup=False, update_share=LEARNED_SHARE,
+            lora=self.options.lora,
         )  # fmt: skip
         train(training)
 
