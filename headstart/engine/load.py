@@ -1,6 +1,7 @@
 """Loads a model by name: trunk, backend, and the head or draft model that fits the trunk."""
 
 import logging
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from headstart.heads.draft_model import DraftModel, parallel_block
 from headstart.heads.files import is_head, read_head
 from headstart.heads.kind import HeadCheckpoint, head_kind
 from headstart.kernels.backend import SharesThreads, open_backend, select_backend
-from headstart.kernels.ops import Backend
+from headstart.kernels.ops import Backend, RawTensor
 from headstart.kernels.streamed import StreamedBackend
 from headstart.layers.build import DecoderConfig, raw_lm_head
 from headstart.layers.decoder import Decoder
@@ -290,7 +291,7 @@ def load_model(
         broken_head=broken, vision=network, no_tower=no_tower,
         tower=ImageProcessor(found.format, tokenizer.result()) if found else None,
     )  # fmt: skip
-    model = replace(model, head=find_head(model, config.head, alias.head(config.drafter), config.drafter))
+    model = replace(model, head=find_head(model, config.head, _shipped_head(model, config.drafter), config.drafter))
     if broken and model.head is None and config.drafter == AUTO and config.depth != 0:
         log.warning("%s is served without its MTP head: %s", checkpoint.name, broken)
     return model
@@ -332,13 +333,32 @@ def check_room(checkpoint: Checkpoint) -> None:
 
 def with_head(model: Model, config: EngineConfig) -> Model:
     """The model with the config's head, which is read again. Raises ModelError or UsageError."""
-    return replace(model, head=find_head(model, config.head, hub.resolve_alias(model.name).head(config.drafter)))
+    return replace(model, head=find_head(model, config.head, _shipped_head(model, config.drafter)))
 
 
 def other_heads(model: Model) -> dict[str, Model]:
     """Kind -> the model with the shipped head of this kind (`--drafter KIND`), for all kinds but the model's own."""
     if model.head is None:
         return {}
-    shipped = hub.shipped_heads(model.name).items()
-    own = model.head.spec.kind
-    return {kind: replace(model, head=attach_head(model, path)) for kind, path in shipped if kind != own}
+    own, shipped = model.head.spec.kind, shipped_heads(model)
+    return {kind: replace(model, head=attach_head(model, path)) for kind, path in shipped.items() if kind != own}
+
+
+def shipped_heads(model: Model) -> Mapping[str, Path]:
+    """Kind -> folder of the heads in this package for the model: its alias's, else those that were trained on the same
+    trunk in any quantization."""
+    return hub.shipped_heads(model.name) or heads_of_trunk(model.weights.tensors, model.config)
+
+
+def heads_of_trunk(tensors: Mapping[str, RawTensor], config: DecoderConfig) -> dict[str, Path]:
+    """Kind -> folder of the heads in this package that were trained on a trunk of these tensors (canonical names)."""
+    sizes = config.hidden_size, config.vocab_size
+    sized = [each for each in hub.heads_in_package() if (each.hidden_size, each.vocab_size) == sizes]
+    fingerprint = trunk_fingerprint(tensors) if sized else ""
+    return {each.kind: each.folder for each in sized if each.trunk_fingerprint == fingerprint}
+
+
+def _shipped_head(model: Model, drafter: str) -> Path | None:
+    """The shipped head of kind `drafter`, else the first one."""
+    heads = shipped_heads(model)
+    return heads.get(drafter) or next(iter(heads.values()), None)

@@ -27,6 +27,7 @@ from headstart.formats.base import Tensor, make_tensor
 from headstart.formats.sizes import Sizes
 from headstart.heads.base import BlockSpec, HeadSpec
 from headstart.heads.kind import (
+    DEFAULT_INNER,
     HeadCheckpoint,
     HeadKind,
     Start,
@@ -254,7 +255,8 @@ def theirs(name: str) -> str:
     return re.sub(r"^fuse\.", "fc.", re.sub(r"^block\.", "midlayer.", name))
 
 
-def write(head: HeadCheckpoint, arrays: Arrays) -> tuple[dict[str, Any], dict[str, Any]]:
+def published(head: HeadCheckpoint, arrays: Arrays) -> tuple[dict[str, Any], dict[str, Any]]:
+    """config.json and arrays by published names. arrays: by canonical names, an LM head among them."""
     named = {theirs(name): array for name, array in arrays.items()}
     if EACH in named:
         named |= _parts(named.pop(EACH), head.hidden_size)
@@ -338,7 +340,6 @@ EAGLE3 = DrafterFormat(
     title="EAGLE-3",
     method="eagle3",
     read=read,
-    write=write,
     tensors=tensors,
     speculators=("eagle3",),
     gguf=("eagle3",),
@@ -381,6 +382,9 @@ HEAD = HeadKind(
     fit=fit,
     formats=(EAGLE3,),
     training=Training(
-        spec=trained_spec, initial=initial, own_lm_head=True, layer=partial(published_layer, qk_norm=False, biases=True)
+        spec=trained_spec,
+        initial=initial,
+        # a layer reads few bytes where the trunk's MLP is wide: a draft step costs what its bytes cost
+        layer=partial(published_layer, qk_norm=False, biases=True, inner_factor=DEFAULT_INNER),
     ),
 )

@@ -19,7 +19,7 @@ from headstart.formats.rows import in_memory
 from headstart.formats.safetensors import save, whole_directory
 from headstart.formats.safetensors_file import read_file
 from headstart.heads.base import MAX_MODULES, BlockSpec, HeadSpec
-from headstart.heads.kind import HeadCheckpoint, checked_draft_ids, head_kind, plain_parts, reading_config
+from headstart.heads.kind import HeadCheckpoint, checked_draft_ids, plain_parts, reading_config
 from headstart.heads.published import MARK, Arrays, Document, DrafterFormat, identify_bare
 from headstart.kernels.ops import AttentionSpec, RawTensor, RopeSpec
 from headstart.layers.attention import AttentionConfig
@@ -69,13 +69,13 @@ def read_head(path: Path) -> HeadCheckpoint:
 
 
 def write_head(path: Path, head: HeadCheckpoint, arrays: Arrays) -> None:
-    """Writes a head directory atomically. In an existing directory the head's files are replaced and others stay.
+    """Writes a head directory in headstart's layout, atomically. In an existing directory the head's files are
+    replaced and others stay.
     arrays: by canonical names. Raises CapacityError if the directory cannot be written."""
-    write = head_kind(head.spec.kind).writes or _own_layout
+    ids = head.draft_token_ids
     with atomic_folder(path, keep=True) as aside:
-        document, named = write(head, arrays)
-        save(aside / "model.safetensors", named)
-        (aside / "config.json").write_text(json.dumps(document, indent=2) + "\n", "utf-8")
+        save(aside / "model.safetensors", {**arrays, **({} if ids is None else {DRAFT_IDS: ids.astype(np.int32)})})
+        (aside / "config.json").write_text(json.dumps(_document(head), indent=2) + "\n", "utf-8")
     sync_disks()
 
 
@@ -95,11 +95,6 @@ def _tensors_of(path: Path) -> dict[str, Tensor]:
     return whole_directory(path)
 
 
-def _own_layout(head: HeadCheckpoint, arrays: Arrays) -> tuple[dict[str, Any], dict[str, Any]]:
-    ids = head.draft_token_ids
-    return _document(head), {**arrays, **({} if ids is None else {DRAFT_IDS: ids.astype(np.int32)})}
-
-
 def _document(head: HeadCheckpoint) -> dict[str, Any]:
     spec = head.spec
     return {
@@ -111,6 +106,8 @@ def _document(head: HeadCheckpoint) -> dict[str, Any]:
         **{name: getattr(spec, name) for name in (*SWITCHES, *CHOICES)},
         **({} if spec.output_norm else {"output_norm": False}),
         **({"own_lm_head": spec.own_lm_head} if spec.own_lm_head else {}),
+        **({"norm_before_residual": True} if spec.norm_before_residual else {}),
+        **({"num_layers": spec.num_layers} if spec.num_layers > 1 else {}),
         **({"block": _block(spec.layer)} if spec.layer else {}),
         **({BLOCK: {name: getattr(spec.block, name) for name in BLOCK_FACTS}} if spec.block else {}),
         "trunk": head.trunk,
@@ -185,6 +182,8 @@ def _spec(document: Document) -> HeadSpec:
         num_modules=int(document["num_modules"]),
         output_norm=bool(document.get("output_norm", True)),
         own_lm_head=int(document.get("own_lm_head", 0)),
+        norm_before_residual=bool(document.get("norm_before_residual", False)),
+        num_layers=int(document.get("num_layers", 1)),
         block=_block_spec(document[BLOCK]) if BLOCK in document else None,
         **facts,
     )

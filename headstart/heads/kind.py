@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from headstart import registry
 from headstart.errors import ModelError, UsageError
 from headstart.heads.base import MAX_LAYERS, HeadSpec
-from headstart.heads.published import Arrays, Document, DrafterFormat
+from headstart.heads.published import Document, DrafterFormat
 from headstart.kernels.ops import AttentionSpec, RawTensor
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
@@ -80,9 +80,9 @@ class Training:
     spec: Callable[[int, int], HeadSpec]  # (layers of the trunk, draft steps) -> spec
     initial: Callable[[Start, HeadSpec], dict[str, Values]]  # first weights, under canonical names
     depth: int = 3  # default number of draft steps
-    own_lm_head: bool = False  # the head's file holds LM head rows, too
     stacks: bool = False  # a head may have one module for each draft step
-    layer: Callable[[LayerConfig], LayerConfig] = lambda layer: layer  # `plain_layer` -> the head's block
+    # (`plain_layer`, hidden size) -> the head's block
+    layer: Callable[[LayerConfig, int], LayerConfig] = lambda layer, hidden: layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,11 +100,6 @@ class HeadKind:
     block: bool = True  # modules have a decoder layer, declared by HeadSpec.layer
     formats: tuple[DrafterFormat, ...] = ()  # published formats of such heads and of related ones
     training: Training | None = None  # None: headstart cannot train such heads
-
-    @property
-    def writes(self) -> Callable[[HeadCheckpoint, Arrays], tuple[dict[str, Any], dict[str, Any]]] | None:
-        """DrafterFormat.write of the format in which heads of this kind are saved; None: headstart's own layout."""
-        return next((each.write for each in self.formats if each.write), None)
 
 
 def head_kind(name: str) -> HeadKind:
@@ -145,7 +140,7 @@ def new_head_spec(name: str, trunk: DecoderConfig, depth: int = 3, modules: int 
         raise UsageError(f"heads of kind {name} are not trained here", f"choose {' or '.join(trained_kinds())}")
     spec = kind.training.spec(trunk.num_layers, depth)
     if kind.block:
-        spec = replace(spec, layer=kind.training.layer(plain_layer(trunk)))
+        spec = replace(spec, layer=kind.training.layer(plain_layer(trunk), trunk.hidden_size))
     if not is_plain(trunk.head_layer):
         # the stream before the final norm may be a thousand times larger than the output of a block (Gemma); training
         # recovers the input of an RMSNorm from its output, but not that of a LayerNorm
@@ -194,10 +189,12 @@ def plain_parts(layer: LayerConfig | None) -> tuple[AttentionConfig, MLPConfig]:
     return layer.mixer, layer.mlp
 
 
-def published_layer(layer: LayerConfig, *, qk_norm: bool, biases: bool) -> LayerConfig:
+def published_layer(
+    layer: LayerConfig, hidden: int, *, qk_norm: bool, biases: bool, inner_factor: float = math.inf
+) -> LayerConfig:
     """A block in the sizes of `layer`, in the form that published heads have: Llama's, or Qwen3's with qk_norm. Its
-    RoPE has the base of the layer's but no scaling. biases: keep biases of attention. Raises ModelError unless
-    `is_plain(layer)`."""
+    RoPE has the base of the layer's but no scaling. biases: keep biases of attention. inner_factor: largest MLP size as
+    a multiple of the hidden size. Raises ModelError unless `is_plain(layer)`."""
     mixer, mlp = plain_parts(layer)
     assert mixer.rope
     dim, base = mixer.spec.head_dim, {"rope_theta": round(rope_base(mixer.rope), 6)}
@@ -205,7 +202,7 @@ def published_layer(layer: LayerConfig, *, qk_norm: bool, biases: bool) -> Layer
         spec=AttentionSpec(mixer.spec.num_heads, mixer.spec.num_kv_heads, dim, dim**-0.5), rope=rope_spec(base, dim),
         qkv_bias=biases and mixer.qkv_bias, o_bias=biases and mixer.o_bias, qk_norm=qk_norm,
     )  # fmt: skip
-    return LayerConfig(mixer=attention, mlp=MLPConfig(inner=mlp.inner), eps=layer.eps)
+    return LayerConfig(mixer=attention, mlp=MLPConfig(inner=int(min(mlp.inner, inner_factor * hidden))), eps=layer.eps)
 
 
 def plain_block(

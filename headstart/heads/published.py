@@ -35,9 +35,6 @@ class DrafterFormat:
     read: Callable[[Document, Mapping[str, Tensor], Path], Any] | None = None
     """(config.json, tensors, directory) -> HeadCheckpoint. Raises ModelError for missing, wrong or unsupported values.
     None: the engine cannot load this format."""
-    write: Callable[[Any, Arrays], tuple[dict[str, Any], dict[str, Any]]] | None = None
-    """(HeadCheckpoint, arrays by canonical name) -> (config.json, arrays by published name). None: heads are saved in
-    headstart's own layout."""
     tensors: Callable[[Sizes, int, Present], DeclaredShapes] = _nothing
     """(sizes, index of a layer or head, names in the files) -> its tensors; shared tensors belong to index 0."""
     # features that identify the format, in the order in which they are compared

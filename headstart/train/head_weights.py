@@ -118,14 +118,15 @@ def _float32_weights(tensors: Mapping[str, RawTensor]) -> dict[str, Tensor]:
     return {name: torch.from_numpy(tensor.float32().copy()) for name, tensor in tensors.items()}
 
 
-def export_head(path: Path, head: HeadCheckpoint, weights: Mapping[str, Tensor]) -> None:
-    """Write `weights` (canonical names) as a head directory, with this version in the provenance. Weights are
-    bfloat16. In headstart's own layout matrices are int8, since drafts run in int4."""
+def export_head(
+    path: Path, head: HeadCheckpoint, weights: Mapping[str, Tensor], own: Mapping[str, Tensor] | None = None
+) -> None:
+    """Write a head directory, with this version in the provenance. weights: by canonical names; matrices become int8,
+    since drafts run in int4, others bfloat16. own: `InitialHead.own`, written in bfloat16."""
     head = replace(head, training={"headstart_version": __version__, **head.training})
-    arrays: dict[str, Any] = {name: _bfloat16_bits(tensor) for name, tensor in weights.items()}
-    if head_kind(head.spec.kind).writes is None:
-        for name in [name for name, tensor in weights.items() if tensor.ndim == 2 and len(tensor) > 1]:
-            arrays |= encode(name, weights[name].detach().float().cpu().numpy())
+    arrays: dict[str, Any] = {name: _bfloat16_bits(tensor) for name, tensor in {**weights, **(own or {})}.items()}
+    for name in [name for name, tensor in weights.items() if tensor.ndim == 2 and len(tensor) > 1]:
+        arrays |= encode(name, weights[name].detach().float().cpu().numpy())
     write_head(path, head, arrays)
 
 

@@ -224,9 +224,7 @@ class _TrainingRun:
             draft_token_ids=self.vocabulary, trunk=self.options.model,
             trunk_fingerprint=trunk_fingerprint(self.frozen_model.tensors), training=self._facts(trainer),
         )  # fmt: skip
-        copied = {LM_HEAD: trainer.target.exact} if training_of(self.options.kind).own_lm_head else {}
-        own = self.start.own if self.start else {}
-        export_head(self.options.out, head, {**trainer.weights, **copied, **own})
+        export_head(self.options.out, head, trainer.weights, self.start.own if self.start else None)
         return False
 
     def _facts(self, trainer: Trainer) -> dict[str, Any]:

@@ -287,6 +287,18 @@ def test_what_a_file_says_is_written_back(tmp_path: Path) -> None:
     document, names = json.loads((path / "config.json").read_text()), set(load_file(path / "model.safetensors"))
     assert document["fc_norm"] and document["norm_output"] and {f"fc_norm.{i}.weight" for i in range(3)} <= names
     head = read_head(path)
-    write_head(tmp_path / "b", head, {name: each.float32() for name, each in head.tensors.items()})
+    support.write_published(tmp_path / "b", head, {name: each.float32() for name, each in head.tensors.items()})
     assert json.loads((tmp_path / "b" / "config.json").read_text()) == document
     assert load_file(tmp_path / "b" / "model.safetensors").keys() == names
+
+
+def test_the_own_layout_keeps_the_formula(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"recycle": "post_norm", "num_layers": 2, "norm_before_residual": True}
+    head = read_head(written(support.tiny_model("llama"), tmp_path / "a", ("tap_norms.weight",), **changes))
+    write_head(tmp_path / "b", head, {name: each.float32() for name, each in head.tensors.items()})
+    again = read_head(tmp_path / "b")
+    assert (again.spec, again.tensors.keys()) == (head.spec, head.tensors.keys())
+    assert head.draft_token_ids is not None and again.draft_token_ids is not None
+    assert again.draft_token_ids.tolist() == head.draft_token_ids.tolist()
+    for name, tensor in head.tensors.items():
+        np.testing.assert_array_equal(again.tensors[name].float32(), tensor.float32())

@@ -97,7 +97,7 @@ def test_directories(tmp_path: Path) -> None:
     save(tmp_path / "model.safetensors", {"d2t": np.zeros(4, np.int64)})
     assert (classify_path(tmp_path).kind, is_head(tmp_path)) == ("eagle3", False)
     shipped = [path for path in HEADS.iterdir() if (path / "config.json").exists()]
-    assert {classify_path(path).kind for path in shipped} >= {"headstart", "eagle3"}
+    assert {classify_path(path).kind for path in shipped} == {"headstart"}
     with pytest.raises(UsageError, match="no drafter at"):
         classify_path(tmp_path / "absent")
 

@@ -48,7 +48,9 @@ def lengths(out: Path) -> list[float]:
 def test_an_lm_head_of_its_own_is_kept(common: dict[str, Any], tmp_path: Path) -> None:
     """A head and its LM head turned round draft as before; with the trunk's rows in their place they would not."""
     tensors = {name: each.float32() for name, each in read_head(common["head"]).tensors.items()}
-    path = changed(common, tmp_path / "turned", {name: -tensors[name] for name in ("norm.weight", "lm_head.weight")})
+    model = load_model(common["model"], EngineConfig(backend="reference", dtype="float32", threads=1))
+    rows = raw_lm_head(model.weights, model.config).take_rows(read_head(common["head"]).draft_token_ids).float32()
+    path = changed(common, tmp_path / "turned", {"norm.weight": -tensors["norm.weight"], "lm_head.weight": -rows})
     out = tmp_path / "out"
     run(TrainOptions(out=out, tokens=300, draft_vocab=100, finetune=True, **{**common, "head": path}))
     assert lengths(out)[0] > 1.25 and lengths(out)[0] == pytest.approx(lengths(common["head"])[-1], abs=0.05)
@@ -66,11 +68,11 @@ def test_rows_that_are_the_trunks_take_up_tokens(common: dict[str, Any], tmp_pat
 
 @pytest.mark.slow
 def test_a_head_reads_the_streams_that_it_taps(common: dict[str, Any], tmp_path: Path) -> None:
-    path = changed(common, tmp_path / "other", eagle_aux_hidden_state_layer_ids=[1, 4, 5])
+    path = changed(common, tmp_path / "other", tap=[1, 4, 5])
     run(TrainOptions(out=tmp_path / "out", tokens=300, finetune=True, **{**common, "head": path}))
     assert read_head(tmp_path / "out").spec.tap == (1, 4, 5)
     assert [each.name[-6:] for each in (tmp_path / "out.training").glob("cache-*")] == ["-1-4-5"]
-    unnamed = changed(common, tmp_path / "unnamed", eagle_aux_hidden_state_layer_ids=[])
+    unnamed = changed(common, tmp_path / "unnamed", tap=[])
     model = load_model(common["model"], EngineConfig(backend="reference", dtype="float32", threads=1))
     frozen_model = make_frozen_model(model, EngineConfig(backend="reference", dtype="float32", threads=1), "eagle3")
     assert initial_head(frozen_model, read_head(unnamed)).spec.tap == (2, 3, 4), "the paper's"

@@ -40,7 +40,7 @@ def block_plan(source: Source, write: Write, use: str) -> Plan:
     if (verifier := document.get("speculators_config", {}).get("verifier")) is not None:
         verifier["architectures"] = architectures(source.checkpoint.config)
     document |= _of_trunk(document, source.checkpoint.config)
-    planned = [_planned(name, each) for name, each in named.items()]
+    planned = planned_tensors(named)
     plan = single_file(planned, document, use.replace("DEPTH", str(block.block_size)))
     if not trunk.is_dir():
         plan.notes.append(f"the trunk {source.name} is a GGUF file here: give the engine that model as safetensors")
@@ -48,14 +48,11 @@ def block_plan(source: Source, write: Write, use: str) -> Plan:
 
 
 def _tensors(source: Source, block: BlockSpec) -> dict[str, Any]:
-    """Returns the head's tensors, and trunk tensors that engines expect in the drafter: the LM head's rows of a draft
-    vocabulary, and the whole embedding if the mask token has its own vector, which is put into the mask's row."""
-    tensors: dict[str, Any] = dict(source.head.tensors)
-    trunk, ids = source.tensors, source.head.draft_token_ids
-    if ids is not None and "lm_head.weight" not in tensors:
-        tensors["lm_head.weight"] = trunk.get("lm_head.weight", trunk["embed_tokens.weight"]).take_rows(ids)
+    """Returns `head_tensors`, and the trunk's whole embedding if the mask token has its own vector, which is put into
+    the mask's row."""
+    tensors: dict[str, Any] = source.head_tensors
     if mask := tensors.pop("mask_embedding", None):
-        table = tensors.get("embed_tokens.weight", trunk["embed_tokens.weight"]).float32().copy()
+        table = tensors.get("embed_tokens.weight", source.tensors["embed_tokens.weight"]).float32().copy()
         table[block.mask_token_id] = mask.float32()
         tensors["embed_tokens.weight"] = table
     return tensors
@@ -69,6 +66,11 @@ def _of_trunk(document: Mapping[str, Any], trunk: Mapping[str, Any]) -> dict[str
         return {"transformer_layer_config": {**inner, **({"max_position_embeddings": length} if length else {})}}
     told = {key: trunk.get(key) for key in ("bos_token_id", "eos_token_id", "max_position_embeddings")}
     return {key: value for key, value in told.items() if value is not None}
+
+
+def planned_tensors(named: Mapping[str, RawTensor | NDArray[Any]]) -> list[Planned]:
+    """Returns the tensors of a file by name: maps of the draft vocabulary as they are, others in bfloat16."""
+    return [_planned(name, each) for name, each in named.items()]
 
 
 def _planned(name: str, tensor: RawTensor | NDArray[Any]) -> Planned:

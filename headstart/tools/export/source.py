@@ -72,6 +72,15 @@ class Source:
     head: HeadCheckpoint
     head_path: Path
 
+    @property
+    def head_tensors(self) -> dict[str, RawTensor]:
+        """The head's tensors, canonical names. A head without an LM head gets the trunk's rows of its draft tokens."""
+        tensors, ids = dict(self.head.tensors), self.head.draft_token_ids
+        if ids is not None and "lm_head.weight" not in tensors:
+            rows = self.tensors.get("lm_head.weight", self.tensors["embed_tokens.weight"])
+            tensors["lm_head.weight"] = rows.take_rows(ids)
+        return tensors
+
 
 @dataclass(frozen=True)
 class Request:

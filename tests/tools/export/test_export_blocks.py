@@ -77,7 +77,7 @@ def test_new_block_drafters_are_of_a_kind_that_others_run(tmp_path: Path, family
     """Whatever the trunk's own block has beside: biases, a scaled rope."""
     model = trunk(tmp_path / "model", family, rope_parameters=LLAMA3)
     kind, config = head_kind("block"), load_model(model, EngineConfig(backend="reference", threads=1)).config
-    spec = replace(kind.training.spec(5, 4), layer=kind.training.layer(config.head_layer))
+    spec = replace(kind.training.spec(5, 4), layer=kind.training.layer(config.head_layer, config.hidden_size))
     assert spec.layer.mixer.rope == rope_spec({"rope_theta": 500000.0}, config.head_layer.mixer.spec.head_dim)
     sizes = {"vocab_size": config.vocab_size, "draft_vocab_size": config.vocab_size}
     spec = replace(spec, block=replace(spec.block, **sizes))

@@ -25,6 +25,7 @@ from headstart.formats.safetensors import bfloat16
 from headstart.formats.sizes import text_config
 from headstart.heads.kind import plain_parts
 from headstart.kernels.ops import RawTensor
+from headstart.layers.rope import rope_base
 from headstart.models.families import find_mtp_family, mtp_families
 from headstart.tools.export.gguf_model import HeadModel, head_model
 from headstart.tools.export.plan import Plan
@@ -204,13 +205,13 @@ def _eagle3(source: Source) -> Plan:
     if trunk.format != "gguf":
         hint = "name the trunk's .gguf"
         raise ModelError(f"{source.name} is not a GGUF file, from which the tokenizer is taken", hint)
-    if unknown := [name for name in source.head.tensors if name not in NAMES]:
+    if unknown := [name for name in source.head_tensors if name not in NAMES]:
         raise ModelError(f"llama.cpp's eagle3 has no place for {unknown[0]}")
     if head.spec.recycle == "post_norm":
         raise ModelError("the head's next step reads what its LM head reads (norm_output), which llama.cpp's does not")
     made = f"eagle3-{trunk.path.name}"
-    plan = Plan(use=EAGLE3 % made, data={"architecture": "eagle3", "tensors": len(source.head.tensors)})
-    plan.other_bytes = sum(4 * math.prod(tensor.shape) for tensor in source.head.tensors.values())
+    plan = Plan(use=EAGLE3 % made, data={"architecture": "eagle3", "tensors": len(source.head_tensors)})
+    plan.other_bytes = sum(4 * math.prod(tensor.shape) for tensor in source.head_tensors.values())
     plan.writers[made] = partial(_write_eagle3, source)
     return plan
 
@@ -222,7 +223,7 @@ def _write_eagle3(source: Source, target: Path, wrote: Wrote) -> None:
     _copy_metadata(GGUFReader(source.checkpoint.path), writer, "tokenizer.")
     _describe(source, writer)
     arrays: list[Callable[[], NDArray[Any]]] = []
-    for name, tensor in source.head.tensors.items():
+    for name, tensor in source.head_tensors.items():
         kind, load = _array(source, name, tensor)
         size = 2 if kind == GGMLQuantizationType.BF16 else 4
         dtype = np.dtype(np.float16 if size == 2 else np.float32)
@@ -258,10 +259,9 @@ def _describe(source: Source, writer: Any) -> None:
     head, (mixer, mlp) = source.head, plain_parts(source.head.spec.layer)
     attention = mixer.spec
     assert mixer.rope and head.spec.layer
-    document = read_object(source.head_path / "config.json")
     _introduce(writer, f"EAGLE-3 head of {source.name}")
     writer.add_block_count(1)
-    writer.add_context_length(int(document.get("max_position_embeddings") or source.sizes.max_length))
+    writer.add_context_length(source.sizes.max_length)
     writer.add_embedding_length(head.hidden_size)
     writer.add_feed_forward_length(mlp.inner)
     writer.add_head_count(attention.num_heads)
@@ -270,7 +270,7 @@ def _describe(source: Source, writer: Any) -> None:
     writer.add_value_length(attention.head_dim)
     writer.add_layer_norm_rms_eps(head.spec.layer.eps)
     writer.add_rope_dimension_count(mixer.rope.rotary_dim)
-    writer.add_rope_freq_base(float(document.get("rope_theta") or 10000.0))
+    writer.add_rope_freq_base(rope_base(mixer.rope))
     writer.add_vocab_size(head.vocab_size)
     writer.add_array("eagle3.target_layers", list(head.spec.tap) if isinstance(head.spec.tap, tuple) else [])
     writer.add_uint32("eagle3.target_hidden_size", source.sizes.hidden_size)

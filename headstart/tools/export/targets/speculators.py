@@ -11,9 +11,7 @@ from typing import Any
 
 from headstart.errors import ModelError
 from headstart.formats.base import Checkpoint
-from headstart.formats.json_object import read_object
 from headstart.formats.safetensors import Planned
-from headstart.formats.safetensors_file import read_file
 from headstart.formats.sizes import text_config
 from headstart.heads.layouts.writing import as_speculators, speculators_config
 from headstart.layers.decoder import tapped_layers
@@ -22,7 +20,7 @@ from headstart.tools.export.blocks import block_plan
 from headstart.tools.export.module import ModulePlace, architectures, count_modules, cut_module, find_module
 from headstart.tools.export.plan import Plan, single_file
 from headstart.tools.export.source import Request, Source
-from headstart.tools.export.targets.vllm_eagle3 import USE as SERVE_BESIDE
+from headstart.tools.export.targets.vllm_eagle3 import USE as SERVE_BESIDE, published_files
 
 DEPTH = 3
 MODULE = "mtp.0."  # canonical prefix; speculators uses MiMo's names for the parts of a module
@@ -57,7 +55,7 @@ def _eagle3(source: Source) -> Plan:
             "with norms of q and k, so it has no class for this one",
             "headstart train --kind eagle3 makes a head that goes; --to vllm-mimo writes this one for vLLM",
         )
-    document, head = read_object(source.head_path / "config.json"), source.head
+    (document, files), head = published_files(source), source.head
     trunk, ids = source.checkpoint.path, head.draft_token_ids
     verifier = str(trunk.resolve()) if trunk.is_dir() else source.name
     flat = {**document, **(document.get("eagle_config") or {}), **(document.get("transformer_layer_config") or {})}
@@ -73,11 +71,7 @@ def _eagle3(source: Source) -> Plan:
         **({"eagle_aux_hidden_state_layer_ids": taps} if taps else {}),
         "transformer_layer_config": {**inner, "model_type": "qwen3" if inner.get("model_type") == "qwen3" else "llama"},
     }
-    planned = []
-    for name, tensor in read_file(source.head_path / "model.safetensors").items():
-        new = re.sub(r"^midlayer\.", LAYER, name)
-        planned.append(Planned(new, tensor.dtype, tensor.shape, lambda data=tensor.data: [data]))  # type: ignore[misc]
-    plan = single_file(planned, config, SERVE)
+    plan = single_file([replace(each, name=re.sub(r"^midlayer\.", LAYER, each.name)) for each in files], config, SERVE)
     if not trunk.is_dir():
         plan.use = SERVE_BESIDE
         plan.notes.append(f"the verifier it names, {verifier}, is a GGUF file: give vLLM that model as safetensors")

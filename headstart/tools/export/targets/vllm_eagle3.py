@@ -1,20 +1,40 @@
-"""An EAGLE-3 head in its own layout, for vLLM, SGLang, llama.cpp's converter and OpenVINO."""
+"""An EAGLE-3 head in its published layout, for vLLM, SGLang, llama.cpp's converter and OpenVINO."""
+
+from collections.abc import Mapping
+from typing import Any
 
 from headstart.errors import ModelError
-from headstart.tools.export.plan import Plan, vllm_use
-from headstart.tools.export.source import Request
+from headstart.formats.json_object import read_object
+from headstart.formats.safetensors import Planned
+from headstart.formats.safetensors_file import read_file
+from headstart.heads.eagle3 import published
+from headstart.heads.published import MARK
+from headstart.tools.export.blocks import planned_tensors
+from headstart.tools.export.plan import Plan, single_file, vllm_use
+from headstart.tools.export.source import Request, Source
 
 USE = vllm_use("eagle3", 3)
 
 
 def plan(request: Request) -> Plan:
-    """Plans copies of the head's files. Raises ModelError for a head of another kind."""
+    """Plans the directory. Raises ModelError for a head of another kind."""
     source = request.source("eagle3")
     if source.head.spec.kind != "eagle3":
         hint = "headstart train --kind eagle3 makes one; an MTP head goes with --to vllm-mimo"
         raise ModelError(f"the head {source.head_path} is of kind {source.head.spec.kind}, not eagle3", hint)
-    names = ("config.json", "model.safetensors")
-    return Plan(copies={name: source.head_path / name for name in names}, use=USE)
+    document, planned = published_files(source)
+    return single_file(planned, dict(document), USE)
+
+
+def published_files(source: Source) -> tuple[Mapping[str, Any], list[Planned]]:
+    """Returns config.json and tensors of an EAGLE-3 head under published names; those of a published directory are kept
+    as they are."""
+    document = read_object(source.head_path / "config.json")
+    if MARK in document:
+        document, named = published(source.head, source.head_tensors)
+        return document, planned_tensors(named)
+    files = read_file(source.head_path / "model.safetensors")
+    return document, [Planned(n, t.dtype, t.shape, lambda data=t.data: [data]) for n, t in files.items()]  # type: ignore[misc]
 
 
 EXPORT = plan
