@@ -36,6 +36,7 @@ _OTHER_SPELLING = re.compile(r"(?:(?:https?://)?(?:hf\.co|huggingface\.co)/)?(\w
 """A repo id after the Hub's address, or before a quantization."""
 _MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "tiktoken.model", "*.txt")
 HEAD_PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")  # files of published heads with few tensors
+USUAL_QUANTIZATION = "q4_k_m"  # of a repo with several GGUF files, as llama.cpp's -hf takes it
 CONNECT_SECONDS = 5
 _IGNORED_FILES = ("original/*", "onnx/*", "consolidated*", "checkpoint-*/*", "runs/*")
 
@@ -302,10 +303,10 @@ def _fetch_builtin(builtin: Builtin, progress: Progress | None) -> Path:
 
 
 def _hub_snapshot(name: str) -> Path:
-    """Download config, tokenizer and safetensors files of a repo, or its only GGUF file."""
+    """Download config, tokenizer and safetensors files of a repo, or one GGUF file."""
     repo, _, revision = name.partition("@")
     path = _snapshot(name, _MODEL_FILES)
-    return path if any(path.glob("*.safetensors")) else _only_gguf(repo, revision, path)
+    return path if any(path.glob("*.safetensors")) else _one_gguf(repo, revision, path)
 
 
 def _snapshot(name: str, files: Iterable[str]) -> Path:
@@ -322,7 +323,8 @@ def _snapshot(name: str, files: Iterable[str]) -> Path:
         return Path(snapshot_download(repo, **options, dry_run=False, local_files_only=not is_reachable()))
 
 
-def _only_gguf(repo: str, revision: str, snapshot: Path) -> Path:
+def _one_gguf(repo: str, revision: str, snapshot: Path) -> Path:
+    """Download the only GGUF file of a repo, or of several quantizations the usual one."""
     from huggingface_hub import list_repo_files
 
     try:
@@ -332,13 +334,14 @@ def _only_gguf(repo: str, revision: str, snapshot: Path) -> Path:
         listed = [file.name for file in snapshot.iterdir()]
     towers = sorted(fnmatch.filter(listed, "*mmproj*.gguf"))
     files = [file for file in fnmatch.filter(listed, "*.gguf") if file not in towers]
-    if len(files) == 1:
-        for file in towers[:1]:
-            _hub_file(repo, file, revision)
-        return _hub_file(repo, files[0], revision)
+    usual = [file for file in files if USUAL_QUANTIZATION in file.lower()]
     if not files:
         raise UsageError(f"{repo} has neither safetensors nor GGUF files", "choose another repo")
-    raise UsageError(f"{repo} has {len(files)} GGUF files", f"name one, as in {repo}/{files[0]}")
+    if len(chosen := usual or files) > 1:
+        raise UsageError(f"{repo} has {len(files)} GGUF files", f"name one, as in {repo}/{files[0]}")
+    for file in towers[:1]:
+        _hub_file(repo, file, revision)
+    return _hub_file(repo, chosen[0], revision)
 
 
 def _hub_file(repo: str, file: str, revision: str = "") -> Path:

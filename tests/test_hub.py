@@ -198,6 +198,8 @@ def test_repos_with_gguf_files_only(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(UsageError, match="2 GGUF files") as caught:
         hub.resolve("org/model@main")
     assert "org/model/a.gguf" in caught.value.hint
+    listed.append("model-Q4_K_M.gguf")
+    assert str(hub.resolve("org/model")) == "org/model:model-Q4_K_M.gguf"
     listed[:] = ["README.md"]
     with pytest.raises(UsageError, match="neither safetensors nor GGUF"):
         hub.resolve("org/model")

@@ -1,7 +1,7 @@
 """Loads a model by name: trunk, backend, and the head or draft model that fits the trunk."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -347,14 +347,15 @@ def other_heads(model: Model) -> dict[str, Model]:
 def shipped_heads(model: Model) -> Mapping[str, Path]:
     """Kind -> folder of the heads in this package for the model: its alias's, else those that were trained on the same
     trunk in any quantization."""
-    return hub.shipped_heads(model.name) or heads_of_trunk(model.weights.tensors, model.config)
+    return hub.shipped_heads(model.name) or heads_of_trunk(lambda: model.weights.tensors, model.config)
 
 
-def heads_of_trunk(tensors: Mapping[str, RawTensor], config: DecoderConfig) -> dict[str, Path]:
-    """Kind -> folder of the heads in this package that were trained on a trunk of these tensors (canonical names)."""
+def heads_of_trunk(tensors: Callable[[], Mapping[str, RawTensor]], config: DecoderConfig) -> dict[str, Path]:
+    """Kind -> folder of the heads in this package that were trained on a trunk of these tensors (canonical names),
+    which are asked for only if there are heads of its sizes."""
     sizes = config.hidden_size, config.vocab_size
     sized = [each for each in hub.heads_in_package() if (each.hidden_size, each.vocab_size) == sizes]
-    fingerprint = trunk_fingerprint(tensors) if sized else ""
+    fingerprint = trunk_fingerprint(tensors()) if sized else ""
     return {each.kind: each.folder for each in sized if each.trunk_fingerprint == fingerprint}
 
 

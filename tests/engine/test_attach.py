@@ -1,4 +1,4 @@
-"""Which trunk a head was trained on."""
+"""The trunk that a head was trained on, and heads in the package for it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -6,10 +6,13 @@ from pathlib import Path
 import pytest
 import support
 
-from headstart.engine.load import attach_head
+from headstart import hub
+from headstart.config import EngineConfig
+from headstart.engine.load import attach_head, load_model
 from headstart.heads import files
 from headstart.heads.kind import HeadCheckpoint
 from headstart.layers.weights import trunk_fingerprint
+from headstart.tools.inspect.run import InspectOptions, run as inspect_model
 
 
 @pytest.mark.slow
@@ -26,3 +29,27 @@ def test_a_head_of_other_weights_is_said(tmp_path: Path, caplog: pytest.LogCaptu
         assert attach_head(model, path).source == str(path)
     [line] = caplog.messages
     assert f"{tmp_path / '2'} was trained on other weights (a-sister)" in line
+
+
+@pytest.mark.slow
+def test_a_head_in_the_package_serves_any_quantization_of_its_trunk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = support.tiny_model("llama")
+    spec = support.eagle3_spec(model)
+    sizes = {"hidden_size": model.config.hidden_size, "vocab_size": model.config.vocab_size}
+    arrays = support.eagle3_arrays(model, spec)
+    for folder, told in (("ours", trunk_fingerprint(model.weights.tensors)), ("others", "f" * 32)):
+        head = HeadCheckpoint(spec=spec, trunk=folder, trunk_fingerprint=told, **sizes)
+        files.write_head(tmp_path / "heads" / folder, head, arrays)
+    monkeypatch.setattr(hub, "HEADS", tmp_path / "heads")
+    hub.heads_in_package.cache_clear()
+    try:
+        for rounding in (None, "int8"):
+            loaded = load_model(model.name, EngineConfig(quantization=rounding, threads=1))
+            assert loaded.head is not None and loaded.head.source == str(tmp_path / "heads" / "ours")
+        report = inspect_model(InspectOptions(model=model.name))
+        assert report.data["attached_head"]["path"] == str(tmp_path / "heads" / "ours")
+        assert "a head of its own is attached" in report.data["heads"]["reason"]
+    finally:
+        hub.heads_in_package.cache_clear()
