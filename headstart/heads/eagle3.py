@@ -7,10 +7,11 @@ its next step reads the input of the LM head. Canonical tensors: fuse, block (wi
 `input_norm.weight` or `tap_norms.weight` [taps x H]. Layers after the first are ordinary blocks `layers.{i}.`.
 
 `train` writes headstart's own layout, without an LM head where it is the trunk's; `export` writes the published one
-(`published`). Published directories have the layout that vLLM, SGLang, llama.cpp and OpenVINO load (SafeAILab's; speculators' names
-too): `fc`, `midlayer.*` (or `layers.0.*`), `norm`, `lm_head` over the draft vocabulary, `d2t` (target id = draft id +
-d2t[draft id]), `t2d` (mask over the target's ids). Norms of fc's input: `input_norm` (config key `norm_before_fc`), or
-`fc_norm.0` and so on (key `fc_norm`). config.json is that of a Llama or Qwen3 model. Any other tensor is refused.
+(`published`). Published directories have the layout that vLLM, SGLang, llama.cpp and OpenVINO load (SafeAILab's;
+speculators' names too): `fc`, `midlayer.*` (or `layers.0.*`), `norm`, `lm_head` over the draft vocabulary, `d2t`
+(target id = draft id + d2t[draft id]), `t2d` (mask over the target's ids). Norms of fc's input: `input_norm` (config
+key `norm_before_fc`), or `fc_norm.0` and so on (key `fc_norm`). config.json is that of a Llama or Qwen3 model. Any
+other tensor is refused.
 """
 
 import re
