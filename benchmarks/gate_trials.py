@@ -1,12 +1,14 @@
 """Does `headstart gate` find faults that were put into a server, and does it pass the same server every time?
 
     python benchmarks/gate_trials.py --llama-bin BUILD/bin --head head.gguf --quantized q4_0.gguf
-    python benchmarks/gate_trials.py --llama-bin BUILD/bin --only same --runs 20 --trials 1
+    python benchmarks/gate_trials.py --vllm VENV/bin/vllm --head eagle3 --quantized q4_0.gguf
+    python benchmarks/gate_trials.py --only same --runs 20 --trials 1
 
-llama.cpp serves the same file on both sides, each with its own threads. The new side is the same; has a chat
-template without system text; has other weights (`--quantized`: the same model in another format); or does not draft,
-while the old side drafts with `--head`, which `headstart export --to gguf` wrote. Both sides keep running during the
-`--runs` of a setting. Printed: how many runs failed, the checks that failed in any, and seconds a run.
+Both sides are servers of llama.cpp, of vLLM on the CPU, or (with neither option) of headstart, each with its own
+threads, and keep running during the `--runs` of a setting. llama.cpp and headstart serve `--model`, vLLM its copy in
+bfloat16. The new side is the same; has a chat template without system text; has other weights (`--quantized`: the same
+model in another format); or does not draft, while the old side drafts with `--head`, as `headstart export` wrote it
+(`--to gguf`, `--to vllm-eagle3`). Printed: how many runs failed, the checks that failed in any, and seconds a run.
 """
 
 from __future__ import annotations
@@ -19,15 +21,18 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from engines.vllm_weights import safetensors_copy
 from measure.trials import run_trials, start_servers
 
 from headstart import hub
 from headstart.tools.gate.run import GateOptions, run
 
-START_SECONDS = 300
+START_SECONDS = 900  # vLLM needs 100 on quiet cores
+DEPTH = 2  # of drafts
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -43,26 +48,50 @@ class Setting:
     new: tuple[str, ...]
 
 
-def settings(options: argparse.Namespace, template: Path) -> Iterator[Setting]:
-    def serve(model: Path, *more: str) -> tuple[str, ...]:
-        size = ("--ctx-size", "16384", "--parallel", "8", "--threads", str(options.threads), "--metrics")
-        return (str(options.llama_bin / "llama-server"), "--model", str(model), "--port", "{port}", *size, *more)
+def server(
+    options: argparse.Namespace, work: Path, model: Path, template: Path | None = None, head: Path | None = None
+) -> tuple[str, ...]:
+    """The command of a side. template: a chat template of its own. head: it drafts with this."""
+    words: tuple[object, ...]
+    drafts: tuple[object, ...]
+    if options.llama_bin:
+        size = ("--ctx-size", 16384, "--parallel", 8, "--threads", options.threads, "--metrics")
+        words, flag = (options.llama_bin / "llama-server", "--model", model, *size), "--chat-template-file"
+        drafts = ("--model-draft", head, "--spec-type", "draft-eagle3", "--spec-draft-n-max", DEPTH)
+    elif options.vllm:
+        size = ("--max-model-len", 2048, "--max-num-seqs", 8, "--served-model-name", "model", "--enforce-eager")
+        words, flag = (options.vllm, "serve", safetensors_copy(model, work), *size), "--chat-template"
+        method = {"method": "eagle3", "model": str(head), "num_speculative_tokens": DEPTH}
+        drafts = ("--speculative-config", json.dumps(method))
+    else:
+        words, flag = (
+            (sys.executable, "-m", "headstart", "serve", model, "--threads", options.threads),
+            "--chat-template",
+        )
+        drafts = ("--head", head, "--depth", DEPTH)
+    every = (*words, "--port", "{port}", *((flag, template) if template else ()), *(drafts if head else ()))
+    return tuple(map(str, every))
 
+
+def settings(options: argparse.Namespace, folder: Path) -> Iterator[Setting]:
+    serve = partial(server, options, options.work or folder)
     plain = serve(options.model)
     yield Setting("same", plain, plain)
+    template = folder / "chat.jinja"
     template.write_text(TEMPLATE)
-    yield Setting("template", plain, serve(options.model, "--chat-template-file", str(template)))
+    yield Setting("template", plain, serve(options.model, template=template))
     if options.quantized:
         yield Setting("quantization", plain, serve(options.quantized))
     if options.head:
-        drafting = ("--model-draft", str(options.head), "--spec-type", "draft-eagle3", "--spec-draft-n-max", "2")
-        yield Setting("dropped head", serve(options.model, *drafting), plain)
+        yield Setting("dropped head", serve(options.model, head=options.head), plain)
 
 
 def trial(setting: Setting, options: argparse.Namespace, log: Path) -> list[dict[str, Any]]:
     """The document of each run. Raises EngineFailed."""
     found = []
-    with start_servers(setting.name, (setting.old, setting.new), log, {}, START_SECONDS) as (old, new):
+    threads = {"OMP_NUM_THREADS": str(options.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", **threads} if options.vllm else {}
+    with start_servers(setting.name, (setting.old, setting.new), log, environment, START_SECONDS) as (old, new):
         for _ in range(options.runs):
             begun = time.perf_counter()
             asked = GateOptions(old=old, new=new, trials=options.trials, max_tokens=options.max_tokens)
@@ -89,10 +118,13 @@ def row(setting: Setting, found: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--llama-bin", type=Path, required=True, help="folder of llama-server")
+    engines = parser.add_mutually_exclusive_group()
+    engines.add_argument("--llama-bin", type=Path, help="folder of llama-server")
+    engines.add_argument("--vllm", type=Path, help="the program vllm of an environment with vllm-cpu")
+    parser.add_argument("--work", type=Path, help="keeps the weights for vLLM")
     parser.add_argument("--model", type=Path, default=hub.resolve(), help="GGUF file; default: the default model")
     parser.add_argument("--quantized", type=Path, help="the model in another format")
-    parser.add_argument("--head", type=Path, help="the EAGLE-3 head, as headstart export --to gguf wrote it")
+    parser.add_argument("--head", type=Path, help="the EAGLE-3 head in a form that the engine reads")
     parser.add_argument("--only", help="part of the names of the settings that run")
     parser.add_argument("--runs", type=int, default=1, help="of each setting")
     parser.add_argument("--trials", type=int, default=2, help="see headstart gate --trials")
@@ -102,7 +134,7 @@ def main() -> None:
     options = parser.parse_args()
     print("| new side | runs | failed checks | judged | seconds a run |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
-        chosen = [each for each in settings(options, Path(folder) / "chat.jinja") if (options.only or "") in each.name]
+        chosen = [each for each in settings(options, Path(folder)) if (options.only or "") in each.name]
         run_trials(chosen, lambda setting, log: trial(setting, options, log), row, options.out)
 
 

@@ -17,9 +17,9 @@ drafter       Draft logits of native MTP modules beside the formula of tests/con
               DSpark drafter beside that of tests/contract/test_v4_dspark.py.
 cells         `headstart verify`, all pairs of levels and many random cells: temperature 0, 0.7, 1; depth 0 to 5 and
               auto; MTP, n-gram and mixed drafts (n-gram alone where a family has no MTP module); 1, 4 and 16 sequences
-              at a time; chunks of 1, 37 and 512 rows; prefix cache and preemption on and off; 1 and 2 threads. The
-              trunk is softened and the MTP module made to say what the trunk says from its last token, so that drafts
-              are accepted, rejected and cut at every place.
+              at a time; chunks of 1, 37 and 512 rows; prefix cache and preemption on and off; 1 and 2 threads; in a few
+              cells prompts of 530 to 1,100 tokens. The trunk is softened and the MTP module made to say what the trunk
+              says from its last token, so that drafts are accepted, rejected and cut at every place.
 cuda          On `cuda` beside `reference`, float32 (where there is no GPU in Triton's interpreter): the largest
               difference of a log-probability (limit 2e-4), whether drafts, chunks and company change no bit, and how
               many drafted tokens were accepted (families/in_cuda.py). Not among the default columns.
@@ -48,7 +48,7 @@ from headstart.config import AUTO, EngineConfig
 from headstart.errors import ModelError
 from headstart.kernels.native import backend
 from headstart.tools.verify import run as verify
-from headstart.tools.verify.options import VerifyOptions
+from headstart.tools.verify.options import LONG_LENGTHS, VerifyOptions
 
 LENGTHS = (1, 5, 17, 30, 45, 64)
 """Of the prompts; the longer ones begin with the same tokens."""
@@ -78,6 +78,7 @@ def cells(row: Row, args: argparse.Namespace, folder: Path) -> Measured:
         batch_sizes=(1, 4, 16),
         chunk_sizes=(1, 37, 512),
         thread_counts=tuple(args.threads),
+        long_lengths=LONG_LENGTHS,
     )
     begun, shown = time.process_time(), 0.0
 
@@ -205,7 +206,7 @@ def main() -> int:
     args = parsed(rows)
     asked = {"cells": args.cells, "max_tokens": args.max_tokens, "threads": args.threads}
     if args.path:
-        backend.paths = lambda: [args.path]
+        backend.paths = lambda portable_bits: [args.path]
     forced = {"path": args.path} if args.path else {}
     kept = ResultsFile(args.json, {column: forced | (asked if column == "cells" else {}) for column in COLUMNS})
     heads = ["row", *(head for name in args.columns for head in COLUMNS[name][0])]

@@ -55,6 +55,8 @@ class Row:
     def write(self, folder: Path) -> tuple[Path, int, str]:
         """The softened model: its directory, its vocabulary's size, and the kind of its head; empty: it has none."""
         config, arrays = self.family.tiny(**self.changes)
+        for part in (config, config.get("text_config", {})):  # for prompts of verify's LONG_LENGTHS
+            part |= {"max_position_embeddings": 2048} if "max_position_embeddings" in part else {}
         drafts, arrays = kind_of_head(arrays), agreeing(arrays)
         if self.weight_format:
             config = {**config, "quantization_config": dict(FORMATS[self.weight_format][0])}

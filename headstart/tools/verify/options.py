@@ -1,9 +1,9 @@
 """Options of `headstart verify`, and the grid of cells that covers every pair of their levels."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import combinations, product
-from typing import Any
+from dataclasses import dataclass, field, replace
+from itertools import chain, combinations, cycle, islice, product
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -12,14 +12,18 @@ from headstart.config import AUTO, Depth, EngineConfig
 from headstart.errors import UsageError
 from headstart.tools.prompts import builtin_prompts
 
+if TYPE_CHECKING:
+    from headstart.engine.load import Model
+
 Prompt = str | list[int]
 TRANSFORMERS = "transformers"
 MAX_SEED = 2**43  # a prompt's seed is the cell's seed times about a million, and must fit 64 bits
 DEPTHS: tuple[Depth, ...] = (0, 1, 3, 5, AUTO)
 FULL_DEPTHS: tuple[Depth, ...] = (0, 1, 2, 3, 4, 5, AUTO)
+LONG_LENGTHS = (1100, 700, 530)
 FULL: Mapping[str, Any] = {
     "temperatures": (0.0, 0.7, 1.0, 1.5), "depths": FULL_DEPTHS, "batch_sizes": (1, 4, 16), "chunk_sizes": (1, 37, 512),
-    "min_texts": 2000,
+    "min_texts": 2000, "long_lengths": LONG_LENGTHS,
 }  # fmt: skip
 """Fields of VerifyOptions for --full."""
 
@@ -43,12 +47,28 @@ class VerifyOptions:
     preemption: tuple[bool, ...] = (True, False)  # True: so few KV blocks that running sequences are preempted
     thread_counts: tuple[int, ...] = ()  # empty: run.default_threads
     seeds: tuple[int, ...] = (0,)
+    long_lengths: tuple[int, ...] = ()  # tokens of longer prompts, made of `texts`; see long_contexts
     against: str | None = None  # TRANSFORMERS, or a transcript's path
     transcript: str | None = None  # file to write
 
     def __post_init__(self) -> None:
         if wrong := [seed for seed in self.seeds if not 0 <= seed <= MAX_SEED]:
             raise UsageError(f"--seeds has {wrong[0]}, but a seed is between 0 and {MAX_SEED}")
+
+    def long_contexts(self, model: "Model") -> "VerifyOptions | None":
+        """Returns options of a few cells whose prompts have `long_lengths` tokens and share passes: attention splits
+        contexts above 512 tokens between threads. None: the model's context holds no such prompt."""
+        context = min(model.config.max_length, self.config.max_model_len or model.config.max_length)
+        lengths = [length for length in self.long_lengths if length + self.max_tokens <= context]
+        if not lengths:
+            return None
+        words = [each if isinstance(each, list) else model.tokenizer.encode(each) for each in self.texts]
+        prompts = [list(islice(cycle(chain(*words)), index, index + length)) for index, length in enumerate(lengths)]
+        return replace(
+            self, prompts=tuple(prompts), raw=True, min_texts=0, temperatures=self.temperatures[:2],
+            depths=(1, AUTO), batch_sizes=(max(self.batch_sizes),), chunk_sizes=(max(self.chunk_sizes),),
+            prefix_caching=(False,), preemption=(False,),
+        )  # fmt: skip
 
     @property
     def texts(self) -> list[Prompt]:

@@ -5,7 +5,7 @@ up to rounding (`reference` in float32), a difference is a *tie* when a float64 
 tokens' scores (l + g) within TIE of each other.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -51,6 +51,7 @@ class TokenDifference:
 @dataclass
 class CellResult:
     cell: GridCell
+    num_prompts: int
     num_tokens: int
     acceptance_length: float
     preemptions: int
@@ -79,21 +80,34 @@ def run(options: VerifyOptions, progress: Progress = no_progress) -> Report:
     exact = backend.kind.exact
     threads = options.thread_counts or default_threads(options.config, exact=exact)
     options = replace(options, thread_counts=threads)
-    drafters, loaded = options.drafters, dict[int, Model]()
+    runs = _run_all(options, progress)
+    excusable = not exact and options.config.dtype != "float64"
+    if not exact:  # an exact backend's scores cannot be compared with float64 scores
+        referee = TieReferee(options.model, options.config, TIE if excusable else 0.0)
+        for work in runs:
+            work.judge_ties(referee)
+    return summarize(backend.name, options, runs, excusable)
+
+
+def _run_all(options: VerifyOptions, progress: Progress) -> "list[VerificationRun]":
+    """Runs the cells over all prompts, then those over long prompts."""
+    threads, drafters, loaded = options.thread_counts, options.drafters, dict[int, Model]()
     if not drafters:
         check_ranges(options)  # before a model is loaded
         loaded[threads[0]] = model = load_model(options.model, replace(options.config, threads=threads[0]))
         drafters = default_drafters(options, model.head.spec.kind if model.head else None)
-    work = VerificationRun(replace(options, drafters=drafters), progress)
+        options = replace(options, drafters=drafters)
+    runs = [VerificationRun(options, progress)]
     for count in threads:
         config = replace(options.config, threads=count)
         if DRAFT_MODEL in drafters:  # then --head is a whole model
             config = replace(config, drafter=DRAFT_MODEL)
-        work.run_cells(loaded.pop(count) if count in loaded else load_model(options.model, config), count)
-    excusable = not exact and options.config.dtype != "float64"
-    if not exact:  # an exact backend's scores cannot be compared with float64 scores
-        work.judge_ties(TieReferee(options.model, options.config, TIE if excusable else 0.0))
-    return summarize(work.name, backend.name, work.options, work.results, len(work.prompts), excusable)
+        model = loaded.pop(count) if count in loaded else load_model(options.model, config)
+        if count == threads[0] and (long := options.long_contexts(model)):
+            runs.append(VerificationRun(long, progress, first=len(options.texts)))
+        for work in runs:
+            work.run_cells(model, count)
+    return runs
 
 
 def default_threads(config: EngineConfig, *, exact: bool) -> tuple[int, ...]:
@@ -116,8 +130,10 @@ def check_ranges(options: VerifyOptions) -> None:
 
 
 class VerificationRun:
-    def __init__(self, options: VerifyOptions, progress: Progress) -> None:
-        self.options, self._progress = options, progress
+    """Cells over one list of prompts. first: number of the first prompt in the report."""
+
+    def __init__(self, options: VerifyOptions, progress: Progress, first: int = 0) -> None:
+        self.options, self._progress, self._first = options, progress, first
         self.prompts = options.texts
         self._loras = list(islice(cycle(["", *dict(options.config.adapters)]), len(self.prompts)))  # of each prompt
         self.results: list[CellResult] = []
@@ -174,10 +190,10 @@ class VerificationRun:
         for index, ((_, plain), (_, other)) in enumerate(zip(expected, decoded, strict=True)):
             if (at := first_difference(plain, other)) is not None:
                 tokens = (plain[at], other[at]) if at < min(len(plain), len(other)) else (-1, -1)
-                differences.append(TokenDifference(cell, index, at, *tokens))
+                differences.append(TokenDifference(cell, self._first + index, at, *tokens))
         acceptance_length, preemptions = llm.engine.stats.acceptance_length, llm.engine.scheduler.num_preemptions
         num_tokens = sum(len(each.answer) for each in decoded)
-        return CellResult(cell, num_tokens, acceptance_length, preemptions, differences)
+        return CellResult(cell, len(expected), num_tokens, acceptance_length, preemptions, differences)
 
     def _decode(self, llm: LLM, cell: GridCell, text: str) -> list[DecodedPrompt]:
         def finished(index: int, completion: Any) -> None:
@@ -199,9 +215,10 @@ class VerificationRun:
         """Sets `margin` and `tie` of each difference except where a text ends. Must run last, since loading the referee
         may change torch's thread count."""
         for each in (each for result in self.results for each in result.differences if each.plain >= 0):
-            plain = self._plain[_key(each.cell)][each.prompt]
-            context, params = [*plain.prompt, *plain.answer[: each.position]], params_of(each.cell, each.prompt, 1)
-            each.margin, each.tie = referee.margin(context, each.plain, each.other, params, self._loras[each.prompt])
+            index = each.prompt - self._first
+            plain = self._plain[_key(each.cell)][index]
+            context, params = [*plain.prompt, *plain.answer[: each.position]], params_of(each.cell, index, 1)
+            each.margin, each.tie = referee.margin(context, each.plain, each.other, params, self._loras[index])
 
 
 def _key(cell: GridCell) -> tuple[float, int]:
@@ -234,25 +251,24 @@ def params_of(cell: GridCell, index: int, max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=cell["temperature"], seed=prompt_seed(cell["seed"], index), max_tokens=max_tokens)
 
 
-def summarize(
-    name: str, backend: str, options: VerifyOptions, results: list[CellResult], num_prompts: int, excusable: bool
-) -> Report:
+def summarize(backend: str, options: VerifyOptions, runs: Sequence[VerificationRun], excusable: bool) -> Report:
     """Returns the report of all cells; `ok`: every difference is a tie."""
+    results = [result for work in runs for result in work.results]
     differences = [each for result in results for each in result.differences]
     wrong = [each for each in differences if not each.tie]
-    pairs, tokens = len(results) * num_prompts, sum(result.num_tokens for result in results)
+    pairs, tokens = sum(result.num_prompts for result in results), sum(result.num_tokens for result in results)
     ties, preemptions = len(differences) - len(wrong), sum(result.preemptions for result in results)
     data = {
         "ok": not wrong,
-        "model": name,
+        "model": runs[0].name,
         "backend": backend,
         "dtype": options.config.dtype,
-        "prompts": num_prompts,
+        "prompts": sum(len(work.prompts) for work in runs),
         "seeds": list(options.seeds),
         "grid_seed": GRID_SEED,
         "cells": [
-            {**each.cell, "tokens": each.num_tokens, "acceptance_length": each.acceptance_length,
-             "preemptions": each.preemptions}
+            {**each.cell, "prompts": each.num_prompts, "tokens": each.num_tokens,
+             "acceptance_length": each.acceptance_length, "preemptions": each.preemptions}
             for each in results
         ],
         "texts": pairs,
@@ -267,13 +283,15 @@ def summarize(
     arithmetic = f", {options.config.dtype}" if backend_kind(backend).uses_dtype else ""
     cells = []
     for each in results:
-        same, preempted = num_prompts - len(each.differences), f", {each.preemptions} preemptions"
-        line = f"{_name(each.cell)}: identical {same}/{num_prompts}, acceptance length {each.acceptance_length:.2f}"
+        same, preempted = each.num_prompts - len(each.differences), f", {each.preemptions} preemptions"
+        line = (
+            f"{_name(each.cell)}: identical {same}/{each.num_prompts}, acceptance length {each.acceptance_length:.2f}"
+        )
         cells.append(line + (preempted if each.preemptions else ""))
     lines = [
         *cells,
         *(_difference_line(each) for each in differences),
-        f"seeds {seeds} (grid {GRID_SEED}); {_preempted(results, num_prompts)}",
+        f"seeds {seeds} (grid {GRID_SEED}); {_preempted(results)}",
         f"identical {pairs - len(differences)}/{pairs} texts over {len(results)} cells, {tokens} tokens compared; "
         f"ties {ties}, differences {len(wrong)}",
         f"scope: backend {backend}{arithmetic}; the text is a function of weights, prompt, "
@@ -282,10 +300,10 @@ def summarize(
     return Report(ok=not wrong, data=data, lines=lines)
 
 
-def _preempted(results: list[CellResult], num_prompts: int) -> str:
+def _preempted(results: list[CellResult]) -> str:
     """Returns a text with the number of preemptions, and of cells in which preemption was possible."""
     made = [result for result in results if result.cell["preemption"]]
-    able = [each for each in made if min(each.cell["batch"], each.cell["chunk"], num_prompts) > 1]
+    able = [each for each in made if min(each.cell["batch"], each.cell["chunk"], each.num_prompts) > 1]
     if not able:
         return "no cell in which sequences could preempt each other (two prompts or more, batches above 1)"
     hit = sum(result.preemptions > 0 for result in able)

@@ -76,6 +76,32 @@ def test_a_second_model_drafts(folder: Path) -> None:
     assert report.ok and max(cell["acceptance_length"] for cell in report.data["cells"]) > 2
 
 
+def test_long_prompts_share_passes_in_a_few_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of contexts above 512 tokens is found by them alone."""
+    pytest.importorskip("headstart.kernels.native._native", exc_type=ImportError)
+    model, arrays = family_of(FAMILY).tiny(num_hidden_layers=2, max_position_embeddings=1024)
+    longer, config = write_model(new_folder(), model, arrays), EngineConfig(backend="native", threads=2, kv_blocks=120)
+    asked = options(longer, config=config, max_tokens=8, long_lengths=(9999, 530, 520))
+    report = verify.run(asked)
+    assert report.ok and report.data["prompts"] == len(PROMPTS) + 2
+    long = [cell for cell in report.data["cells"] if cell["prompts"] == 2]
+    assert {cell["depth"] for cell in long} == {1, "auto"} and {cell["batch"] for cell in long} == {8}
+    assert report.data["texts"] == sum(cell["prompts"] for cell in report.data["cells"])
+
+    from headstart.engine.engine import Engine
+
+    honest = Engine._append
+
+    def short(self: Engine, sequence: Any, result: Any) -> int:
+        taken = honest(self, sequence, result)
+        if self.drafting.drafter and len(sequence.tokens) > 522 and not sequence.finish_reason:
+            sequence.finish_reason = "stop"
+        return taken
+
+    monkeypatch.setattr(Engine, "_append", short)
+    assert {each["prompt"] for each in verify.run(asked).data["found"]} == {3, 4}
+
+
 @pytest.mark.slow
 def test_one_prompt_alone_is_in_nobodys_way(folder: Path) -> None:
     report = verify.run(options(folder, prompts=PROMPTS[:1]))
