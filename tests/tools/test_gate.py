@@ -207,11 +207,14 @@ def test_a_dropped_head_between_two_checkpoints(tmp_path: Path, capsys: pytest.C
     without = tmp_path / "without"
     assert main(["graft", "qwen3_5-tiny", "--strip", "--out", str(without)]) == 0
     capsys.readouterr()
-    assert main(["gate", "qwen3_5-tiny", str(without), "--max-tokens", "24", "--trials", "2", "--json"]) == 1
+    words = ["--max-tokens", "24", "--trials", "2", "--json", "--save", str(baseline := tmp_path / "baseline.json")]
+    assert main(["gate", "qwen3_5-tiny", str(without), *words]) == 1
     data = json.loads(capsys.readouterr().out)
     wrong = [check["name"] for check in data["checks"] if check["ok"] is False]
     assert "tokens per pass, all" in wrong
     assert not [name for name in wrong if "same text" in name or "valid" in name]
+    assert main(["gate", str(baseline), "qwen3_5-tiny"]) == 2  # before any prompt is asked
+    assert f"is of model {without}, and qwen3_5-tiny serves qwen3_5-tiny" in capsys.readouterr().err.replace("\n", " ")
 
 
 def test_the_action_runs_the_command() -> None:

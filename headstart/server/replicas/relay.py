@@ -254,7 +254,8 @@ class Relay:
                 return min(able, key=lambda each: (each is last, each.number != number, load[each]))
             wanted = ("", exchange.fingerprint)
             if exchange.fingerprint and not any(each.fingerprint in wanted for each in engines):
-                raise GenerationError("the text broke off: its engine has ended, and the others serve another version")
+                why = "its engine has ended, and the others serve another version or model"
+                raise GenerationError(f"the text broke off: {why}")
             if exchange.scope["method"] != "POST":
                 raise BusyError("no engine answers", "try again later")
             with suppress(TimeoutError):

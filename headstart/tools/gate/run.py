@@ -181,11 +181,8 @@ def run(options: GateOptions, progress: Progress = no_progress) -> Report:
     if baseline:
         options = replace(options, max_tokens=baseline.max_tokens, seed=baseline.seed)
     sides = {"new": options.new} if baseline else {"old": options.old, "new": options.new}
-    records = collect(sides, options, progress)
+    records = collect(sides, options, progress, baseline.model if baseline else None)
     old, new = baseline or records[0], records[-1]
-    if baseline and baseline.model != new.model:
-        what = f"the baseline {options.old} is of model {baseline.model}, and {options.new} serves {new.model}"
-        raise UsageError(what, "write a baseline of this model with --save")
     checks = compare(old, new, options, at_once=baseline is None)
     failed = [check for check in checks if check.ok is False]
     summary = f"{'FAILED' if failed else 'PASSED'}: {len(failed)} of {len(checks)} checks failed"
@@ -254,13 +251,18 @@ def _speed(pairs: Seq[tuple[GateAnswer, GateAnswer]], at_once: bool) -> GateChec
     return GateCheck("speed, alone", ok, old, new, f"{ratio}, {_share(slower)} slower")
 
 
-def collect(sides: Mapping[str, str], options: GateOptions, progress: Progress) -> list[GateRecord]:
+def collect(
+    sides: Mapping[str, str], options: GateOptions, progress: Progress, baseline: str | None = None
+) -> list[GateRecord]:
     """Asks all sides (name -> URL or checkpoint) the same prompts, one side after the other for each prompt, so that
-    a slow phase of the machine meets both. Raises UsageError for a side that is neither a server nor a checkpoint, and
-    for a server that no longer answers."""
+    a slow phase of the machine meets both. Raises UsageError for a side that is neither a server nor a checkpoint, for
+    a model other than that of the baseline, and for a server that no longer answers."""
     with ExitStack() as stack:
         servers = [Server.at(stack.enter_context(_served(side)), options.api_key) for side in sides.values()]
         models = [str(find_model(server, options.model)["id"]) for server in servers]
+        if baseline and baseline != models[-1]:
+            what = f"the baseline {options.old} is of model {baseline}, and {options.new} serves {models[-1]}"
+            raise UsageError(what, "write a baseline of this model with --save")
         asked = list(zip(sides, servers, models, strict=True))
         try:
             return asyncio.run(_collect(asked, options, progress))
