@@ -1,10 +1,14 @@
-// Recorded steps of residual streams (hyper-connections), and of compressed attention: stored projections, compressed
-// entries, attention over entries and a sliding window.
+// Recorded steps of residual streams (hyper-connections), of n-gram embeddings, and of compressed attention: stored
+// projections, compressed entries, attention over entries and a sliding window.
 //
 // A row's visible entries, then its window, are copied in order to scratch tiles and attended as a sequence of their own.
+#include <nanobind/stl/vector.h>
+
 #include <algorithm>
+#include <cmath>
 
 #include "half.h"
+#include "packing.h"
 #include "tiles.h"
 
 namespace headstart {
@@ -69,6 +73,67 @@ int mix_streams(Program& program, int streams, int x, int weights, int64_t count
     step.run = [&program, streams, x, weights, out, count, width, mixed](const Pass&, int64_t row) {
         program.kernels.mix_streams(program.values(streams, row), program.values(x, row), program.values(weights, row),
                                     count, width, mixed, program.values(out, row));
+    };
+    program.add(std::move(step));
+    return out;
+}
+
+// Token id + 1 of each row.
+int token_values(Program& program) {
+    const int out = program.buffer(1, false);
+    Step step = row_step({}, {out}, nb::none());
+    step.run = [&program, out](const Pass& pass, int64_t row) {
+        *program.values(out, row) = (float)pass.token_ids[row] + 1;
+    };
+    program.add(std::move(step));
+    return out;
+}
+
+// Rows of a table at hashes of a row's last tokens, side by side (Ops.embed_ngrams).
+int embed_ngrams(Program& program, int tokens, nb::object matrix, std::vector<int64_t> factors, std::vector<int64_t> sizes,
+                 int64_t end) {
+    const OwnedMatrix* table = nb::cast<const OwnedMatrix*>(matrix);
+    const int64_t longest = (int64_t)factors.size(), count = (int64_t)sizes.size(), cols = table->cols;
+    int64_t total = 0;
+    for (int64_t size : sizes) {
+        require(size > 0, "embed_ngrams: sizes must be above 0");
+        total += size;
+    }
+    require(longest > 1 && program.buffers[tokens].width == longest && count > 0 && count % (longest - 1) == 0 &&
+                total <= table->rows,
+            "embed_ngrams: shapes differ");
+    const int out = program.buffer(count * cols, false);
+    Step step = row_step({tokens}, {out}, matrix);
+    step.run = [&program, table, tokens, out, factors, sizes, end, cols, each = count / (longest - 1)](const Pass&, int64_t row) {
+        const float* last = program.values(tokens, row);
+        float* to = program.values(out, row);
+        const int64_t longest = (int64_t)factors.size();
+        int64_t mixed = 0, first = 0;
+        bool ended = false;
+        for (int64_t i = 0; i < longest; ++i) {
+            const int64_t token = ended || last[i] == 0 ? end : (int64_t)last[i] - 1;
+            ended = i > 0 && token == end; // tokens before an end are not read
+            mixed ^= token * factors[i];
+            for (int64_t head = (i - 1) * each; i > 0 && head < i * each; ++head) {
+                program.kernels.embed(table->local_copy(), first + mixed % sizes[head], to + head * cols);
+                first += sizes[head];
+            }
+        }
+    };
+    program.add(std::move(step));
+    return out;
+}
+
+// sign(x) sqrt(max(|x|, least)), by column.
+int signed_sqrt(Program& program, int x, float least) {
+    const int64_t width = program.buffers[x].width;
+    const int out = program.buffer(width, program.buffers[x].logits);
+    Step step = row_step({x}, {out}, nb::none());
+    step.run = [&program, x, out, width, least](const Pass&, int64_t row) {
+        const float* from = program.values(x, row);
+        float* to = program.values(out, row);
+        for (int64_t i = 0; i < width; ++i)
+            to[i] = from[i] == 0 ? 0.0f : std::copysign(std::sqrt(std::max(std::fabs(from[i]), least)), from[i]);
     };
     program.add(std::move(step));
     return out;
@@ -229,6 +294,9 @@ void bind_stream_steps(nb::module_& m, nb::class_<Program>& program) {
     program.def("stream_weights", stream_weights)
         .def("sum_streams", sum_streams)
         .def("mix_streams", mix_streams)
+        .def("token_values", token_values)
+        .def("embed_ngrams", embed_ngrams)
+        .def("signed_sqrt", signed_sqrt)
         .def("compress", compress)
         .def("attend_beside", attend_beside, nb::arg("q"), nb::arg("pool"), nb::arg("entries"), nb::arg("num_heads"),
              nb::arg("scale"), nb::arg("softcap"), nb::arg("window"), nb::arg("every"), nb::arg("sinks").none(),

@@ -13,14 +13,18 @@ SOFT = 0.1
 MARKOV_SCALE = 2.0  # of a Markov head's logits, beside those of mask rows, which say nothing
 QUIET = (
     "o_proj.weight", "wo_b.weight", "out_proj.weight", "down_proj.weight", "w2.weight", "experts.down_proj",
-    "down_proj_bias",
+    "down_proj_bias", "ple.value_proj.weight",
 )  # fmt: skip
 PROJECTIONS = {
     "mtp.fc.weight": False, "eh_proj.weight": False, "input_proj.weight": True, "mtp_linear_proj.0.weight": False,
 }  # fmt: skip
 """Ending of the name of an MTP module's projection -> does the hidden state come first?"""
-SUMMED = {".e_proj.weight": 1.0, ".h_proj.weight": 0.0}
+SUMMED = {
+    ".e_proj.weight": 1.0, ".h_proj.weight": 0.0, "mtp.fc_embedding.weight": 1.0, "mtp.fc_hidden.weight": 0.0,
+}  # fmt: skip
 """Two projections whose results are added -> how much of its input each lets through."""
+MIXER = "mtp.hyper_connection_mixer."
+"""Last sum of streams, which says what the trunk's says."""
 MARKOV = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
 """Tables of a DSpark drafter's Markov head, with as many columns as the hidden size."""
 TAKES = r"pre_fc_norm_embedding\.weight|enorm(\.m)?\.weight|token_layernorm\.weight"
@@ -39,7 +43,8 @@ def kind_of_head(arrays: Arrays) -> str:
 def agreeing(arrays: Arrays) -> Arrays:
     """Quiet blocks; an MTP module that passes its token's embedding on to the trunk's own last norm, or a Markov head
     that gives the trunk's logits of the token before."""
-    arrays = {name: array * np.float32(SOFT if name.endswith(QUIET) else 1) for name, array in arrays.items()}
+    quiet = {name: array * np.float32(SOFT if name.endswith(QUIET) else 1) for name, array in arrays.items()}
+    arrays = {name: quiet[name.replace(MIXER, "model.hyper_connection_mixer.")] for name in quiet}
     folded = any("pre_fc_norm" in name for name in arrays)  # norms that are 1 + w
     last = next((name for name in LAST_NORMS if name in arrays), "")
     for name, array in arrays.items():

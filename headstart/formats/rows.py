@@ -161,6 +161,33 @@ class JoinedColumns(Deferred):
         return self.read().part(index)
 
 
+@dataclass(frozen=True, eq=False)
+class JoinedRows(Deferred):
+    """A RawTensor: matrices with the same number of columns, one below the other."""
+
+    name: str
+    parts: tuple[Any, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]
+
+    @property
+    def dtype(self) -> str:
+        found = {part.dtype for part in self.parts}
+        return found.pop() if len(found) == 1 and found <= {"BF16", "F16"} else "F32"
+
+    def take_rows(self, rows: NDArray[np.int64]) -> Tensor:
+        ends = np.cumsum([part.shape[0] for part in self.parts])
+        place, dtype = np.searchsorted(ends, rows, side="right"), self.dtype
+        data = np.empty((len(rows), self.shape[1] * (4 if dtype == "F32" else 2)), np.uint8)
+        for index in np.unique(place):
+            part, own = self.parts[index], place == index
+            taken = part.take_rows(rows[own] - ends[index] + part.shape[0])
+            data[own] = np.ascontiguousarray(taken.float32()).view(np.uint8) if dtype == "F32" else taken.data
+        return make_tensor(self.name, (len(rows), self.shape[1]), dtype, data)
+
+
 def unpermute_rows(tensor: Source, num_heads: int, rotary: int | None = None) -> RowSubset:
     """q_proj or k_proj, weight or bias [num_heads * head_dim, ...], in Hugging Face's row order: all first elements of
     a head's rotary pairs, then all second ones. llama.cpp puts the two of a pair side by side. `rotary`: number of

@@ -125,6 +125,7 @@ class HeadSpec:
     # the module of draft steps past the last one; None: such depths are refused, unless there is one module
     beyond: Literal["last", "cycle"] | None = None
     output_norm: bool = True  # the block's output is normalized before the LM head
+    joint_norm: bool = False  # the norm of all streams of the trunk is one
     own_lm_head: int = 0  # rows of each module's own LM head; 0: the trunk's LM head
     norm_before_residual: bool = False  # EAGLE-3: the residual is the normalized state
     num_layers: int = 1  # layers of an EAGLE head; see heads.kind.further_layers for those after the first

@@ -50,7 +50,7 @@ from headstart.layers.decoder import DecoderLayer, LayerConfig, tapped_layers
 from headstart.layers.linear import Linear, LMHead, scale
 from headstart.layers.norm import RMSNorm
 from headstart.layers.rope import half_split
-from headstart.layers.streams import HyperConnection, build_hyper_connection, hyper_connection_shapes
+from headstart.layers.streams import StreamMixer, build_hyper_connection, hyper_connection_shapes
 from headstart.layers.weights import Shapes, Weights
 
 GATES: Mapping[str, tuple[str, int, tuple[str, ...]]] = {
@@ -152,7 +152,7 @@ class BlockModule:
     mask_embedding: Weight | None
     markov: MarkovHead | None
     confidence: Confidence | None
-    streams: HyperConnection | None = None  # sums the residual streams after the layers; None: there is one stream
+    streams: StreamMixer | None = None  # sums the residual streams after the layers; None: there is one stream
 
     @property
     def kv_specs(self) -> list[KVSpec]:

@@ -20,7 +20,7 @@ from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, StepInputs
 from headstart.layers.decoder import DecoderLayer, LayerConfig
 from headstart.layers.linear import Linear
 from headstart.layers.norm import NoNorm, Norm, RMSNorm
-from headstart.layers.streams import HyperConnection, build_hyper_connection, hyper_connection_shapes, repeat_streams
+from headstart.layers.streams import StreamMixer, build_hyper_connection, hyper_connection_shapes, repeat_streams
 from headstart.layers.weights import Shapes, Weights
 
 
@@ -33,7 +33,7 @@ class MTPModule:
     projection: Linear
     block: DecoderLayer
     norm: Norm
-    streams: HyperConnection | None = None
+    streams: StreamMixer | None = None
 
     @property
     def kv_specs(self) -> tuple[KVSpec, ...]:
@@ -54,7 +54,7 @@ class MTPModule:
         return y, y if spec.recycle == "post_norm" else stream
 
     def _in_streams(
-        self, ops: Ops, spec: HeadSpec, streams: HyperConnection, e: Buffer, h: Buffer, step: StepInputs, pool: Pool
+        self, ops: Ops, spec: HeadSpec, streams: StreamMixer, e: Buffer, h: Buffer, step: StepInputs, pool: Pool
     ) -> tuple[Buffer, Buffer]:
         count = streams.spec.count
         wide = h if spec.tap == "streams" else repeat_streams(ops, h, count)
@@ -66,7 +66,7 @@ class MTPModule:
         return y, {"post_norm": y, "pre_norm": stream, "streams": mixed}[spec.recycle]
 
 
-def _streams(weights: Weights, prefix: str, hidden: int, layer: LayerConfig) -> HyperConnection | None:
+def _streams(weights: Weights, prefix: str, hidden: int, layer: LayerConfig) -> StreamMixer | None:
     if layer.streams is None:
         return None
     return build_hyper_connection(weights, prefix, hidden, layer.streams, layer.eps, last=True)
@@ -79,13 +79,18 @@ def _projection(weights: Weights, name: str, hidden: int, layer: LayerConfig) ->
     return Linear(weights.take(weights.raw(f"{name}.weight", (hidden, 2 * hidden)).plain(), precise=True))
 
 
+def _hidden_norm(spec: HeadSpec, hidden: int) -> int:
+    """Features that the norm of the trunk's hidden state normalizes together."""
+    return hidden * (spec.num_streams if spec.joint_norm else 1)
+
+
 def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[MTPModule]:
     assert spec.layer is not None
     norm = partial(weights.norm, size=hidden, eps=spec.layer.eps, centered=spec.layer.centered)
     return [
         MTPModule(
             embedding_norm=norm(f"mtp.{i}.norm_embedding"),
-            hidden_norm=norm(f"mtp.{i}.norm_hidden"),
+            hidden_norm=norm(f"mtp.{i}.norm_hidden", size=_hidden_norm(spec, hidden)),
             projection=_projection(weights, f"mtp.{i}.projection", hidden, spec.layer),
             block=spec.layer.build(weights, f"mtp.{i}.block", hidden),
             norm=norm(f"mtp.{i}.norm") if spec.output_norm else NoNorm(),
@@ -107,6 +112,7 @@ def shapes(spec: HeadSpec, hidden: int) -> Shapes:
     for prefix in (f"mtp.{i}" for i in range(spec.num_modules)):
         norms = ("norm_embedding", "norm_hidden", *(("norm",) if spec.output_norm else ()))
         every |= {f"{prefix}.{name}.weight": (hidden,) for name in norms}
+        every[f"{prefix}.norm_hidden.weight"] = (_hidden_norm(spec, hidden),)
         every[f"{prefix}.projection.weight"] = (hidden, 2 * hidden)
         if spec.own_lm_head:
             every[f"{prefix}.lm_head.weight"] = (spec.own_lm_head, hidden)

@@ -24,6 +24,7 @@ from headstart.kernels.specs import (
     ConvSpec,
     DeltaSpec,
     IndexSpec as IndexSpec,
+    NGramSpec,
     RopeSpec as RopeSpec,
     RouterSpec as RouterSpec,
     ScanSpec,
@@ -121,6 +122,19 @@ class Ops(Protocol):
 
     def embed(self, table: Weight, ids: Buffer) -> Buffer:
         """Rows of table [vocab, width] at ids [R] -> [R, width]."""
+
+    def token_values(self, ids: Buffer) -> Buffer:
+        """Token ids [R] + 1 as floats [R, 1]."""
+
+    def embed_ngrams(self, table: Weight, last: Buffer, spec: NGramSpec) -> Buffer:
+        """Rows of table [rows, width] at hashes of each row's last tokens -> [R, hashes * width].
+
+        last [R, n]: token ids + 1, the row's own first, 0 before the text (n = spec.longest). A missing token, and one
+        behind which (nearer to the row, but not the row's own) lies spec.end, is spec.end. The hash of the last k
+        tokens is XOR of token_i * factors[i] over i < k, modulo the rows of each hash."""
+
+    def signed_sqrt(self, x: Buffer, least: float) -> Buffer:
+        """sign(x) * sqrt(max(|x|, least)); 0 for 0."""
 
     def linear(self, x: Buffer, weight: Weight, bias: Weight | None = None) -> Buffer:
         """x [R, in] @ weight [out, in]^T + bias [out] -> [R, out]."""

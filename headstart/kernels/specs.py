@@ -1,7 +1,7 @@
 """Shapes and options of single ops (see kernels/ops.py)."""
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class StreamSpec:
     magnitude: float = 2.0  # the largest weight of the output
     mixed: bool = True  # False: no mixing matrix, each stream keeps itself
     weighted_end: bool = True  # the final sum has weights; False: the mean
+    gate_rank: int = 0  # rank of the gates of every feature (layers/streams.py: GatedStreams); 0: a weight per stream
 
     @property
     def num_mixes(self) -> int:
@@ -47,6 +48,35 @@ class StreamSpec:
     def num_scales(self) -> int:
         """Parts of these weights, each with a scale."""
         return 3 if self.mixed else 2
+
+
+@dataclass(frozen=True)
+class NGramSpec:
+    """Hashes of a row's last tokens (see Ops.embed_ngrams)."""
+
+    factors: tuple[int, ...]  # by distance from the row, below 2^63 / vocabulary; as many as the longest n-gram has
+    sizes: tuple[int, ...]  # rows of the table for each hash: those of 2-grams, of 3-grams, ...
+    end: int  # token that stands for those before the text, and behind which older tokens are not read
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest n-gram."""
+        return len(self.factors)
+
+    def rows(self, last: Any) -> list[Any]:
+        """Rows of the table for each hash, int64 [...]. last: see Ops.embed_ngrams; int64 [..., longest], of numpy or
+        torch."""
+        found: list[Any] = []
+        each, first, mixed, ended = len(self.sizes) // (self.longest - 1), 0, 0, last[..., 0] < 0
+        for i, factor in enumerate(self.factors):
+            missing = (ended | (last[..., i] == 0)) * 1
+            token = (last[..., i] - 1) * (1 - missing) + self.end * missing
+            ended = ended if i == 0 else token == self.end
+            mixed = mixed ^ (token * factor)
+            for size in self.sizes[(i - 1) * each : i * each] if i else ():
+                found.append(first + mixed % size)
+                first += size
+        return found
 
 
 @dataclass(frozen=True)

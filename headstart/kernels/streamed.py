@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from headstart.core import StepPlan
 from headstart.formats.base import ITEM_BYTES, make_tensor
 from headstart.kernels.ops import Backend, Buffer, Experts, Ops, RawTensor, RouterSpec, StepInputs
+from headstart.kernels.specs import NGramSpec
 
 Array = NDArray[np.float32]
 Code = Callable[[Any, StepInputs, Mapping[str, Buffer]], Mapping[str, Buffer]]
@@ -179,11 +180,11 @@ class StreamedBackend:
         outputs = self.inner.run(handle, plan, hidden_pool=pool)
         return {name: np.array(self.inner.numpy(each), np.float32) for name, each in outputs.items()}
 
-    def rows_of(self, table: LazyWeight, plan: StepPlan) -> Array:
-        """Ops.embed of a plan's tokens, reading only their rows of the table."""
-        used, places = np.unique(plan.token_ids, return_inverse=True)
+    def rows_of(self, table: LazyWeight, ids: NDArray[np.integer]) -> Array:
+        """Ops.embed of ids [n], reading only their rows of the table."""
+        used, places = np.unique(ids, return_inverse=True)
         rows = table.rows(used.astype(np.int64)).load(self.inner)
-        plan = replace(plan, token_ids=places.astype(np.int32))
+        plan = StepPlan.of_rows(places)
         return self.run_once(lambda ops, step, _: {"rows": ops.embed(rows, step.token_ids)}, plan, {})["rows"]
 
     def mixture(
@@ -260,7 +261,18 @@ class StreamedOps:
         """See Ops.embed."""
         if not isinstance(table, LazyWeight):
             return self._ops.embed(table, ids)
-        return self._result({}, lambda results, plan: self._backend.rows_of(table, plan))
+        return self._result({}, lambda results, plan: self._backend.rows_of(table, plan.token_ids))
+
+    def embed_ngrams(self, table: Any, last: Buffer, spec: NGramSpec) -> Buffer:
+        """See Ops.embed_ngrams."""
+        if not isinstance(table, LazyWeight):
+            return self._ops.embed_ngrams(table, last, spec)
+
+        def compute(results: Mapping[str, Array], plan: StepPlan) -> Array:
+            rows = np.stack(spec.rows(results["last"].astype(np.int64)), axis=1)
+            return self._backend.rows_of(table, rows.reshape(-1)).reshape(len(rows), -1)
+
+        return self._result({"last": last}, compute)
 
     def moe(
         self, x: Buffer, logits: Buffer, bias: Any, experts: Experts, spec: RouterSpec, token_experts: Any = None

@@ -48,7 +48,7 @@ class AttentionConfig(MixerConfig):
     def kv_specs(self) -> tuple[KVSpec, ...]:
         """Pools of keys and values, then of the indexer's keys."""
         own = (self.spec,) if self.source_layer is None else ()
-        return (*own, self.indexer.spec) if self.indexer else own
+        return (*own, *self.indexer.kv_specs) if self.indexer else own
 
     def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, in_features: int) -> "Attention":
         """See MixerConfig.build."""
@@ -154,8 +154,9 @@ class Attention(Mixer):
         gate = self.gate_proj(ops, x) if self.gate_proj else None
         chosen: Pool = None
         if self.indexer:
-            pool, chosen = pool
-            self.indexer(ops, self.indexer.project(ops, x), positions, chosen)
+            pool, *indexed = pool
+            self.indexer(ops, self.indexer.project(ops, x), positions, tuple(indexed))
+            chosen = indexed[-1]
         q = self._norm_and_rotate(ops, q, self.q_norm, positions)
         q = ops.scale_by_position(q, positions, self.config.temperature) if self.config.temperature else q
         if self.k_proj:

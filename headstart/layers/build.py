@@ -9,6 +9,7 @@ from headstart.layers.altup import AltUpConfig
 from headstart.layers.costs import DecoderCost, LayerCost, num_elements, num_table_elements
 from headstart.layers.decoder import Decoder, LayerConfig, norm_suffixes
 from headstart.layers.linear import Linear
+from headstart.layers.norm import Unnormed
 from headstart.layers.parts import MixerConfig
 from headstart.layers.streams import EqualStreams, StreamExpansion, build_hyper_connection, hyper_connection_shapes
 from headstart.layers.weights import Shapes, Weights
@@ -44,6 +45,7 @@ class DecoderConfig:
     logit_softcap: float = 0.0  # 0: none
     centered: bool = False  # the final norm subtracts the mean (LayerNorm)
     biased: bool = False  # the final norm adds a bias
+    final_norm: bool = True  # False: the LM head reads the stream as it is
     streams: StreamSpec | AltUpConfig | None = None  # residual streams of all layers; None: one
     num_mtp: int = 0  # native MTP modules that config.json declares
     mtp_layer: LayerConfig | None = None  # the block of an MTP module; None: like the last layer
@@ -101,7 +103,8 @@ class DecoderConfig:
             shapes |= self.streams.shapes(self.hidden_size)
         elif self.streams and self.streams.weighted_end:
             shapes |= hyper_connection_shapes("streams", self.hidden_size, self.streams, last=True)
-        norm: Shapes = {f"norm.{end}": (self.hidden_size,) for end in norm_suffixes(self.biased)}
+        ends = norm_suffixes(self.biased) if self.final_norm else ()
+        norm: Shapes = {f"norm.{end}": (self.hidden_size,) for end in ends}
         return shapes | norm | ({} if self.tied else {"lm_head.weight": embedding})
 
 
@@ -112,7 +115,9 @@ def build_decoder(weights: Weights, config: DecoderConfig) -> Decoder:
     return Decoder(
         embedding=embedding,
         layers=[each.build(weights, f"layers.{i}", config.hidden_size) for i, each in enumerate(config.layers)],
-        norm=weights.norm("norm", config.hidden_size, config.eps, centered=config.centered, biased=config.biased),
+        norm=weights.norm("norm", config.hidden_size, config.eps, centered=config.centered, biased=config.biased)
+        if config.final_norm
+        else Unnormed(weights.unweighted_norm(config.hidden_size, config.eps).weight, config.eps),
         lm_head=Linear(weights.get(head, config.vocab_size, config.hidden_size)),
         embedding_scale=config.embedding_scale,
         embedding_norm=weights.unweighted_norm(config.hidden_size, config.eps) if config.embedding_norm else None,

@@ -1,7 +1,8 @@
 """Decoder layers and the decoder; `LayerConfig` describes a layer, builds it and counts its costs."""
 
+import math
 from collections.abc import Mapping, Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, StepInputs, Weight
@@ -9,8 +10,9 @@ from headstart.kernels.specs import StateSpec, StreamSpec
 from headstart.layers import parts
 from headstart.layers.costs import FeedForwardCost, LayerCost, num_elements, num_table_elements
 from headstart.layers.linear import Linear, scale
+from headstart.layers.ngram import NGramMemory, NGramMemoryConfig
 from headstart.layers.norm import NoNorm, Norm, RMSNorm
-from headstart.layers.streams import HyperConnection, StreamExpansion, build_hyper_connection, hyper_connection_shapes
+from headstart.layers.streams import StreamExpansion, StreamMixer, build_hyper_connection, hyper_connection_shapes
 from headstart.layers.weights import Shapes, Weights
 
 Tap = Literal["post_norm", "pre_norm", "streams"] | tuple[int, ...]
@@ -52,11 +54,12 @@ class ForwardState:
 
 
 STREAM_PARTS = ("mixer_streams", "mlp_streams")
-NormPlacement = Literal["pre", "post", "sandwich", "open", "parallel", "late"]
+NormPlacement = Literal["pre", "post", "sandwich", "open", "parallel", "late", "none"]
 NORM_NAMES: Mapping[NormPlacement, tuple[str, str, str, str]] = {
     "pre": ("input_layernorm", "", "post_attention_layernorm", ""),
     "parallel": ("input_layernorm", "", "", ""),
     "late": ("", "", "post_attention_layernorm", ""),
+    "none": ("", "", "", ""),
     "post": ("", "post_attention_layernorm", "", "post_feedforward_layernorm"),
     "sandwich": (
         "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
@@ -88,6 +91,7 @@ class LayerConfig:
     has_layer_scalar: bool = False  # the stream is multiplied by `layer_scalar` [1] at the end
     shortcut: parts.FeedForwardConfig | None = None  # reads the MLP's input, added after the next layer (LongCat-Flash)
     streams: StreamSpec | None = None  # several residual streams (layers/streams.py)
+    memory: NGramMemoryConfig | None = None  # added to the streams before the mixer
 
     def build(self, weights: Weights, prefix: str, hidden: int, *, in_features: int | None = None) -> "DecoderLayer":
         """Builds the layer from the tensors under `prefix` (no trailing dot). `in_features`: columns of the mixer's
@@ -116,6 +120,7 @@ class LayerConfig:
             )
             if self.streams
             else (),
+            memory=self.memory.build(weights, f"{prefix}.memory", hidden, self.eps) if self.memory else None,
         )
 
     def shapes(self, prefix: str, hidden: int, *, in_features: int | None = None) -> Shapes:
@@ -129,12 +134,16 @@ class LayerConfig:
             **({f"{prefix}.layer_scalar": (1,)} if self.has_layer_scalar else {}),
             **(self.shortcut.shapes(f"{prefix}.shortcut", hidden) if self.shortcut else {}),
             **self._stream_shapes(prefix, hidden),
+            **(self.memory.shapes(f"{prefix}.memory", hidden) if self.memory else {}),
         }
 
     def cost(self, hidden: int, source: parts.MixerConfig | None = None) -> LayerCost:
         """Costs of the layer, without tensors that several layers share. `source`: the mixer of its source layer."""
         shapes = {name: shape for name, shape in self.shapes("layer", hidden).items() if name.startswith("layer.")}
         mixer = self.mixer.cost(num_elements(self.mixer.shapes("layer", hidden, in_features=hidden)), source)
+        if self.memory:
+            own = sum(math.prod(each.state_shape) for each in self.memory.state_specs(hidden))
+            mixer = replace(mixer, state=mixer.state + own)
         experts = self.mlp.routed_experts(hidden)
         if self.shortcut and not experts.count:
             experts = self.shortcut.routed_experts(hidden)
@@ -182,7 +191,13 @@ class DecoderLayer:
     stream_scale: float = 1.0
     parallel: bool = False
     shortcut: parts.FeedForward | None = None
-    streams: tuple[HyperConnection, ...] = ()
+    streams: tuple[StreamMixer, ...] = ()
+    memory: NGramMemory | None = None
+
+    @property
+    def state_specs(self) -> tuple[StateSpec, ...]:
+        """One state pool each: those of the mixer, then those of the memory."""
+        return (*self.mixer.state_specs, *(self.memory.state_specs if self.memory else ()))
 
     def __call__(
         self, ops: Ops, delta: Buffer | None, residual: Buffer, positions: Buffer, pool: Pool,
@@ -220,6 +235,10 @@ class DecoderLayer:
         self, ops: Ops, streams: Buffer, positions: Buffer, pool: Pool, state: ForwardState | None
     ) -> Buffer:
         around_mixer, around_mlp = self.streams
+        if self.memory:
+            assert state, "layers with a memory only work in a trunk"
+            *own, first, second = pool
+            streams, pool = self.memory(ops, streams, state.token_ids, (first, second)), join_pools(own)
         x, weights = around_mixer.collapse(ops, streams)
         mixed = self.mixer(ops, self.input_norm(ops, x), positions, pool)
         streams = around_mixer.distribute(ops, streams, mixed, weights)
@@ -250,7 +269,7 @@ class Decoder:
     @property
     def state_specs(self) -> list[StateSpec]:
         """One state pool each."""
-        return [spec for layer in self.layers for spec in layer.mixer.state_specs]
+        return [spec for layer in self.layers for spec in layer.state_specs]
 
     def embed(self, ops: Ops, token_ids: Buffer) -> Buffer:
         """[R] ids -> [R, H], input of the first layer."""
@@ -273,8 +292,9 @@ class Decoder:
         """The `pool` argument of each layer's mixer."""
         kv, states = iter(kv_pools), iter(state_pools)
         pools: list[Pool] = []
-        for mixer in [layer.mixer for layer in self.layers]:
-            own = [next(kv) for _ in mixer.kv_specs] + [next(states) for _ in mixer.state_specs]
+        for layer in self.layers:
+            mixer = layer.mixer
+            own = [next(kv) for _ in mixer.kv_specs] + [next(states) for _ in layer.state_specs]
             if (source := mixer.config.source_layer) is not None:
                 assert source < len(pools), "the source layer comes first"
                 own.append(pools[source])

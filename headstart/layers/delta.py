@@ -25,6 +25,7 @@ class DeltaConfig(MixerConfig):
     delta: DeltaSpec
     conv_width: int  # taps of the convolution
     activation: Activation = "silu"  # after the convolution
+    sigmoid_gate: bool = False  # the output is multiplied by sigmoid(W_z x) instead of silu
     num_kernels: ClassVar[int] = 10
 
     @property
@@ -94,4 +95,7 @@ class GatedDeltaNet(Mixer):
         qkv = ops.activate(ops.causal_conv(qkv, self.conv, conv_pool, self.config.conv), self.config.activation)
         log_decay = ops.softplus(a, self.decay_rate, self.decay_bias)
         read = ops.gated_delta(qkv, log_decay, b, delta_pool, self.config.delta)
-        return self.out_proj(ops, ops.activate_mul(z, self.norm(ops, read)))
+        normed = self.norm(ops, read)
+        return self.out_proj(
+            ops, ops.sigmoid_mul(z, normed) if self.config.sigmoid_gate else ops.activate_mul(z, normed)
+        )

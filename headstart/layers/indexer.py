@@ -10,13 +10,15 @@ windows are selected. Formula: transformers 5.24, `Glm5NextTextIndexer`.
 
 A block indexer (MiniMax-M3) has a query head for each KV head of the attention, which selects blocks for that head by
 the greatest q . k of a block (see Ops.select_blocks); q and k = norm(W x), rotated like the attention's. Formula:
-transformers 5.24, `MiniMaxM3VLIndexer`.
+transformers 5.24, `MiniMaxM3VLIndexer`. With pools (QSA of Qwen3.8-Flash-Next) all heads share the mean of a block's
+keys before norm and rope, at the block's first position; the score of a block is the sum over heads of max(q . k, 0).
+Formula: transformers 5.24, `Qwen4ExpTextQSAIndexer`.
 
 Canonical tensors under `{layer}.self_attn.indexer`: `wq_b`, `wk`, `weights_proj`, `k_norm` (weight and bias); with
 pools `pool_gate` [dim, H] and `pool_bias` [pool * dim]. Of a block indexer: `{q,k}_proj`, `{q,k}_norm`.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -136,6 +138,12 @@ class BlockIndexerConfig:
 
     spec: IndexSpec
     rope: RopeSpec | None  # None: nothing is rotated
+    pools: bool = False  # a block has one key
+
+    @property
+    def kv_specs(self) -> tuple[KVSpec, ...]:
+        """Pools: of keys that are pooled, and of keys."""
+        return (*([CompressSpec(self.spec.every, self.spec.head_dim)] if self.pools else []), self.spec)
 
     def build(self, weights: Weights, attention: str, *, eps: float, in_features: int) -> "BlockIndexer":
         """The indexer of the layer whose tensor names begin with `attention`. eps: of norms."""
@@ -145,6 +153,8 @@ class BlockIndexerConfig:
             key=weights.linear(f"{name}.k_proj", dim, in_features),
             query_norm=weights.norm(f"{name}.q_norm", dim, eps),
             key_norm=weights.norm(f"{name}.k_norm", dim, eps),
+            zeros=weights.constant(f"{self.spec.every * dim} zeros", np.zeros(self.spec.every * dim)),
+            ones=weights.constant(f"{self.spec.num_heads} ones", np.ones(self.spec.num_heads)),
             config=self,
         )
 
@@ -167,17 +177,36 @@ class BlockIndexer:
     key: Linear
     query_norm: RMSNorm
     key_norm: RMSNorm
+    zeros: Weight  # gates of pools [every * dim]
+    ones: Weight  # weights of heads
     config: BlockIndexerConfig
 
     def project(self, ops: Ops, x: Buffer) -> tuple[Buffer, Buffer]:
         """Rows [R, H] -> queries and keys before norm and rope; recorded beside the other matrices over x."""
         return self.query(ops, x), self.key(ops, x)
 
-    def __call__(self, ops: Ops, projected: tuple[Buffer, Buffer], positions: Buffer, pool: Pool) -> None:
-        """Stores the keys of `project` in the pool and selects blocks."""
-        spec, rope = self.config.spec, self.config.rope
+    def __call__(self, ops: Ops, projected: tuple[Buffer, Buffer], positions: Buffer, pools: tuple[Pool, ...]) -> None:
+        """Stores the keys of `project` in the pools of `kv_specs` and selects blocks."""
+        spec, rope, pool = self.config.spec, self.config.rope, pools[-1]
+        if self.config.pools:
+            self._select_pools(ops, projected, positions, pools)
+            return
         q, k = (norm(ops, x) for norm, x in zip((self.query_norm, self.key_norm), projected, strict=True))
         if rope:
             q, k = (ops.rope(x, positions, rope, spec.head_dim) for x in (q, k))
         ops.store_index(k, pool, spec)
         ops.select_blocks(q, pool, spec)
+
+    def _select_pools(
+        self, ops: Ops, projected: tuple[Buffer, Buffer], positions: Buffer, pools: tuple[Pool, ...]
+    ) -> None:
+        spec, rope = self.config.spec, self.config.rope
+        q, k = self.query_norm(ops, projected[0]), projected[1]
+        equal = ops.scale(k, 0.0)  # gates, so that the pooled key is the mean
+        k = self.key_norm(ops, ops.compress(k, equal, self.zeros, pools[0], CompressSpec(spec.every, spec.head_dim)))
+        if rope:
+            q = ops.rope(q, positions, rope, spec.head_dim)
+            k = ops.rope(k, positions, replace(rope, shift=spec.every - 1), spec.head_dim)
+        ops.store_index(k, pools[1], spec)
+        weights = ops.add_bias(ops.scale(ops.columns(q, 0, spec.num_heads), 0.0), self.ones)
+        ops.select_positions(q, weights, pools[1], spec)

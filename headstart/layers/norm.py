@@ -44,6 +44,27 @@ class RMSNorm:
 
 
 @dataclass(frozen=True)
+class Unnormed(RMSNorm):
+    """y = x, in place of a final norm. `weight`: ones."""
+
+    def __call__(self, ops: Ops, x: Buffer) -> Buffer:
+        return x
+
+    def add(self, ops: Ops, x: Buffer | None, residual: Buffer) -> tuple[Buffer, Buffer]:
+        return NoNorm().add(ops, x, residual)
+
+
+@dataclass(frozen=True)
+class GroupedRMSNorm(RMSNorm):
+    """RMSNorm of groups of features, each with its own part of the weight."""
+
+    num_groups: int = 1
+
+    def __call__(self, ops: Ops, x: Buffer) -> Buffer:
+        return ops.rms_norm(x, self.weight, self.eps, self.num_groups)
+
+
+@dataclass(frozen=True)
 class LayerNorm(RMSNorm):
     """RMSNorm of x - mean(x), plus a bias."""
 

@@ -7,16 +7,29 @@ in GLM-5.3 the last sum is the mean. Formula: transformers 5.23, `DeepseekV4Hype
 
 Canonical tensors under a prefix: `fn` [mixes, streams * H], `base` [mixes], `scale` [3] (not mixed: [2]; of a sum
 alone: [1]).
+
+In Qwen3.8-Flash-Next gates of low rank weigh every feature of the normed streams (GatedStreams). With n streams s:
+
+    y = norm(s) (each stream by itself);  x = mean over streams of sigmoid(U silu(D y / n)) * y
+    stream k += 2 sigmoid(I y / n)_k part(x)
+
+Formula: transformers 5.24, `Qwen4ExpTextGatedResidual`. Canonical tensors: `hc_norm.weight` [n * H],
+`input_mix_weight_down.weight` D [rank, n * H], `input_mix_weight_up.weight` U [n * H, rank] and, but for the last sum,
+`block_inject_weight.weight` I [n, n * H].
 """
 
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from headstart.kernels.ops import Buffer, Ops, Weight
 from headstart.kernels.specs import StreamSpec
 from headstart.layers.linear import Linear
-from headstart.layers.norm import RMSNorm
+from headstart.layers.norm import GroupedRMSNorm, RMSNorm
 from headstart.layers.weights import Shapes, Weights
+
+DOWN, UP, INJECT = "input_mix_weight_down", "input_mix_weight_up", "block_inject_weight"
 
 
 class StreamExpansion(Protocol):
@@ -70,11 +83,46 @@ class HyperConnection:
         return ops.mix_streams(streams, x, weights, self.spec)
 
 
+@dataclass(frozen=True)
+class GatedStreams:
+    """See the module."""
+
+    spec: StreamSpec
+    norm: GroupedRMSNorm
+    down: Linear
+    up: Linear
+    inject: Linear | None  # twice the rows, as Ops.stream_weights takes them; None: of the last sum
+    base: Weight
+    scale: Weight
+
+    def expand(self, ops: Ops, x: Buffer) -> Buffer:
+        """See HyperConnection."""
+        return repeat_streams(ops, x, self.spec.count)
+
+    def collapse(self, ops: Ops, streams: Buffer) -> tuple[Buffer, Buffer | None]:
+        """See HyperConnection."""
+        normed = self.norm(ops, streams)
+        inner = ops.activate(ops.scale(self.down(ops, normed), 1 / self.spec.count), "silu")
+        x = ops.sum_streams(ops.sigmoid_mul(self.up(ops, inner), normed), None, self.spec)
+        if self.inject is None:
+            return x, None
+        return x, ops.stream_weights(self.inject(ops, normed), self.base, self.scale, self.spec)
+
+    def distribute(self, ops: Ops, streams: Buffer, x: Buffer, weights: Buffer) -> Buffer:
+        """See HyperConnection."""
+        return ops.mix_streams(streams, x, weights, self.spec)
+
+
+StreamMixer = HyperConnection | GatedStreams
+
+
 def build_hyper_connection(
     weights: Weights, prefix: str, hidden: int, spec: StreamSpec, eps: float, *, last: bool = False
-) -> HyperConnection:
+) -> StreamMixer:
     """Builds it from the tensors under `prefix`; `last`: the final sum, without `distribute`."""
     wide = spec.count * hidden
+    if spec.gate_rank:
+        return _build_gated(weights, prefix, wide, spec, eps, last=last)
     shapes = hyper_connection_shapes(prefix, hidden, spec, last=last)
     fn, base, scale = (f"{prefix}.{name}" for name in ("fn", "base", "scale"))
     return HyperConnection(
@@ -83,8 +131,26 @@ def build_hyper_connection(
     )  # fmt: skip
 
 
+def _build_gated(weights: Weights, prefix: str, wide: int, spec: StreamSpec, eps: float, *, last: bool) -> GatedStreams:
+    count, name = spec.count, f"{prefix}.{INJECT}.weight"
+    twice = np.tile(np.arange(count, dtype=np.int64), 2)
+    inject = None if last else weights.take(weights.raw(name, (count, wide)).take_rows(twice), precise=True)
+    return GatedStreams(
+        spec=spec, norm=GroupedRMSNorm(weights.get(f"{prefix}.hc_norm.weight", wide), eps, count),
+        down=weights.linear(f"{prefix}.{DOWN}", spec.gate_rank, wide),
+        up=weights.linear(f"{prefix}.{UP}", wide, spec.gate_rank), inject=None if inject is None else Linear(inject),
+        base=weights.constant(f"{2 * count} zeros", np.zeros(2 * count)),
+        scale=weights.constant(f"2 times 1 / {count}", np.full(2, 1 / count)),
+    )  # fmt: skip
+
+
 def hyper_connection_shapes(prefix: str, hidden: int, spec: StreamSpec, *, last: bool = False) -> Shapes:
     """Names and shapes of what `build_hyper_connection` takes."""
+    if spec.gate_rank:
+        wide, rank = spec.count * hidden, spec.gate_rank
+        shapes: Shapes = {"hc_norm": (wide,), DOWN: (rank, wide), UP: (wide, rank)}
+        shapes |= {} if last else {INJECT: (spec.count, wide)}
+        return {f"{prefix}.{name}.weight": shape for name, shape in shapes.items()}
     count = spec.count if last else spec.num_mixes
     return {
         f"{prefix}.fn": (count, spec.count * hidden),

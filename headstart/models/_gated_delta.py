@@ -70,7 +70,7 @@ def parse(config: Config, *, tiled: bool = False) -> DecoderConfig:
     bias = flag(config, "attention_bias")
     gated = flag(config, "attn_output_gate", True)
     attention = keys.attention(config, qkv_bias=bias, o_bias=bias, qk_norm=True, gated=gated)
-    mixers = [_delta(config, tiled) if kind == LINEAR else attention for kind in _layer_types(config)]
+    mixers = [delta(config, tiled) if kind == LINEAR else attention for kind in layer_types(config)]
     return keys.decoder(
         config,
         [keys.layer(config, mixer, _feed_forward(config, i)) for i, mixer in enumerate(mixers)],
@@ -89,7 +89,9 @@ def _feed_forward(config: Config, index: int | None = None) -> FeedForwardConfig
     return keys.softmax_experts(config, shared=shared)
 
 
-def _delta(config: Config, tiled: bool) -> DeltaConfig:
+def delta(config: Config, tiled: bool = False) -> DeltaConfig:
+    """Gated DeltaNet of a config."""
+
     def size(*names: str) -> int:
         return number(config, *names, least=0, needs="linear attention")
 
@@ -108,7 +110,8 @@ def _delta(config: Config, tiled: bool) -> DeltaConfig:
     return DeltaConfig(DeltaSpec(key_heads, heads, key_dim, value_dim, tiled), width, keys.activation(config))
 
 
-def _layer_types(config: Config) -> list[str]:
+def layer_types(config: Config) -> list[str]:
+    """LINEAR or FULL for each layer."""
     kinds, num_layers = config.get("layer_types"), keys.num_layers(config)
     if kinds is None and (recurrent := config.get("recurrent_layers")) is not None:  # a GGUF file's
         flags = recurrent if isinstance(recurrent, list) else [recurrent] * num_layers

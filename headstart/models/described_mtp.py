@@ -109,22 +109,6 @@ def _deepseek_experts(at: str, s: Sizes, present: Present) -> DeclaredShapes:
     return found | (_mlp(f"{at}mlp.shared_experts.", s["hidden"], s["shared_inner"]) if shared else {})
 
 
-def _qwen4_shared(at: str, s: Sizes, present: Present) -> DeclaredShapes:
-    hidden = s["hidden"]
-    return {
-        "mtp.fc_embedding.weight": (hidden, hidden),
-        "mtp.fc_hidden.weight": (hidden, hidden),
-        "mtp.pre_fc_norm_embedding.weight": (hidden,),
-        "mtp.pre_fc_norm_hidden.weight": (s["streams"] * hidden,),
-        "mtp.norm.weight": (hidden,),
-    }
-
-
-def _qwen4_experts(at: str, s: Sizes, present: Present) -> DeclaredShapes:
-    shared = _mlp(f"{at}mlp.shared_expert.", s["hidden"], s["shared_inner"])
-    return {**_experts(at, s, present), **shared, f"{at}mlp.shared_expert_gate.weight": (1, s["hidden"])}
-
-
 def _inkling(at: str, s: Sizes, present: Present) -> DeclaredShapes:
     projection = {f"{at}input_proj.weight": (s["hidden"], 2 * s["hidden"])}
     return projection | _vectors("hidden_norm", "embed_norm")(at, s, present)
@@ -142,15 +126,6 @@ LAYOUTS: Mapping[str, MTPLayout] = {
         tensors=_module("mtp.{i}.", _vectors("attn_norm", "ffn_norm")),
     ),
     "glm_ocr": MTPLayout(title="GLM-OCR", tensors=_module(LAYER, _deepseek, _norms, _attention)),
-    "qwen4_exp": MTPLayout(
-        title="Qwen3.8-Flash-Next",
-        norm="1+w",
-        count_key="mtp_num_hidden_layers",
-        llama_cpp=("qwen4exp",),
-        trailing=False,
-        concat="sum",
-        tensors=_module("mtp.layers.{i}.", _qwen4_experts, first=_qwen4_shared),
-    ),
     "mimo_v2": MTPLayout(
         title="MiMo-V2 (Flash, Pro, Omni)",
         architectures=("mimov2",),

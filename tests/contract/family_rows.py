@@ -41,6 +41,7 @@ class MTPModule:
     config: Mapping[str, Any] = field(default_factory=dict)  # for one layer of the block's kind
     zeros_missing: bool = False  # the trunk's layer has more parts
     single_stream: bool = False  # a module of a trunk with residual streams has none
+    mixer: str = ""  # prefix of the module's last sum of streams, in a family without a final norm
 
 
 SPARSE = {"first_k_dense_replace": 0, "mlp_layer_types": ["sparse"]}
@@ -387,6 +388,15 @@ ROWS: Mapping[str, FamilyRow] = {
         gguf={"qwen2_moe": "qwen2moe"}),
     "qwen3_5": FamilyRow(trunk="qwen3_5_text", mtp=QWEN, mtp_block=1),
     "qwen3_5_moe": FamilyRow(trunk="qwen3_5_moe_text", mtp=QWEN, mtp_block=1),
+    "qwen4_exp": FamilyRow(
+        trunk="qwen4_exp_text",
+        mtp=replace(
+            QWEN, projections=("mtp.fc_embedding", "mtp.fc_hidden"), norm="", mixer="mtp.hyper_connection_mixer.",
+            reads_normed=False, config={"layer_types": ["full_attention"], "ple_layer_ids": []}),
+        mtp_block=1, excluded=("attention_bias",),
+        variants={
+            "one stream more, silu, pairs of tokens": {
+                "hc_count": 4, "output_gate_type": None, "ple_layer_ids": [1, 3], "ngram_size": 2}}),
     "qwen3_moe": FamilyRow(
         # llama.cpp has experts in all layers
         llama_cpp={"mlp_only_layers": []}),

@@ -94,7 +94,8 @@ def build_oracle(family: str, config: Config, tensors: Tensors) -> tuple[Any, se
     oracle.tie_weights()
     if "lm_head.weight" in missing:  # a class that ties nothing
         oracle.lm_head.weight.data.copy_(oracle.get_input_embeddings().weight)
-    return oracle.eval(), set(missing), set(unexpected)
+    computed = {name for name, _ in oracle.named_buffers()}  # factors and sizes of hashes, from the config
+    return oracle.eval(), set(missing) - computed, set(unexpected)
 
 
 def oracle_of(family: str, model: Model) -> Any:
@@ -174,6 +175,8 @@ class MTPOracle:
         if mtp.norm:
             (norm,) = [name for name in tensors if re.fullmatch(r"(\w+\.)?norm(_f)?\.weight", name)]
             tensors[norm] = self.tensors[self.name(mtp.norm, module) + ".weight"]
+        for name in [name for name in self.tensors if mtp.mixer and name.startswith(mtp.mixer)]:
+            tensors[name.replace(mtp.mixer, "model.hyper_connection_mixer.")] = self.tensors[name]
         if mtp.lm_head:
             tensors["lm_head.weight"] = self.tensors[self.name(mtp.lm_head, module) + ".weight"]
         if mtp.single_stream:
@@ -200,6 +203,8 @@ class MTPOracle:
     def forward(self, hidden: Tensor, tokens: Seq[int], module: int = 0) -> tuple[Tensor, Tensor]:
         """States [P, ...] and the tokens after them -> draft logits [P, V] and recycled states [P, ...]."""
         mtp, oracle = self.mtp, self.modules[module]
+        if mtp.mixer:
+            return self._in_streams(oracle, hidden, tokens)
         embedded = oracle.get_input_embeddings().weight[list(tokens)].clone()
         if mtp.masks_first:
             embedded[0] = 0
@@ -215,8 +220,22 @@ class MTPOracle:
             return linear(block, oracle.lm_head.weight), block
         return linear(normed, oracle.lm_head.weight), normed if mtp.recycles_normed else block
 
+    def _in_streams(self, oracle: Any, hidden: Tensor, tokens: Seq[int]) -> tuple[Tensor, Tensor]:
+        """`forward` of a module with a projection of the embedding and one of each stream (Qwen3.8-Flash-Next)."""
+        norm, parts = deepcopy(oracle.model.layers[0].self_attn.q_norm), []
+        embedded = oracle.get_input_embeddings().weight[list(tokens)]
+        names = (self.mtp.embedding_norm, self.mtp.hidden_norm)
+        for x, part, projection in zip((embedded, hidden), names, self.mtp.projections, strict=True):
+            norm.weight.data = self.tensors[f"{part}.weight"].double()
+            streams = norm(x).unflatten(-1, (-1, embedded.shape[-1]))
+            parts.append(linear(streams, self.tensors[f"{projection}.weight"].double()))
+        _, block, normed = passed(oracle, tokens, (parts[0] + parts[1]).flatten(-2))
+        return linear(normed, oracle.lm_head.weight), block
+
 
 def final_norm(oracle: Any) -> Any:
+    if hasattr(oracle.model, "hyper_connection_mixer"):  # whose output the LM head reads
+        return oracle.model.hyper_connection_mixer
     return oracle.model.norm_f if hasattr(oracle.model, "norm_f") else oracle.model.norm
 
 

@@ -88,9 +88,6 @@ OWN = {
     "mimo_v2": {**EXPERTS, "n_routed_experts": 16, "sliding_window": 128, "v_head_dim": 32, "n_shared_experts": None},
     "minicpm3": LATENT, "minimax_m3": {**EXPERTS, "sparse_attention_config": BLOCKS},
     "pangu_ultra_moe": {**LATENT, **EXPERTS},
-    "qwen4_exp": {
-        **EXPERTS, "full_attention_interval": 4, "hc_count": 4, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
-        "linear_key_head_dim": 32, "linear_value_head_dim": 32},
 }  # fmt: skip
 
 
@@ -104,7 +101,7 @@ def test_a_described_family_has_costs(name: str) -> None:
     total = sum(each.weights for each in cost.layers) + cost.outer + cost.embedding + cost.lm_head
     assert total == num_elements(sizes.shapes())
     kinds = {each.mixer for each in cost.layers}
-    mixed = ("bailing_hybrid", "glm5_next", "hy_v4", "kimi_k3", "mimo_v2", "qwen4_exp")
+    mixed = ("bailing_hybrid", "glm5_next", "hy_v4", "kimi_k3", "mimo_v2")
     assert len(kinds) == (2 if name in mixed else 1)
 
 

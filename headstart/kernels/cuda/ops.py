@@ -343,6 +343,9 @@ class SupportCheck:
     def stream_weights(self, mixes: Any, base: Any, scale: Any, spec: specs.StreamSpec) -> None:
         _refuse(not spec.mixed, "streams without a mixing matrix")
 
+    def embed_ngrams(self, table: Any, last: Any, spec: specs.NGramSpec) -> None:
+        _refuse(True, "embeddings of n-grams")
+
     def select_blocks(self, q: Any, pool: Any, spec: specs.IndexSpec) -> None:
         _refuse(True, "an indexer that selects blocks for each KV head")
 

@@ -69,6 +69,17 @@ class ProgramRecorder:
         assert ids == "token_ids", ids
         return Symbol(table.cols, self.program.embed(table, table.cols))
 
+    def token_values(self, ids: Input) -> Symbol:
+        assert ids == "token_ids", ids
+        return Symbol(1, self.program.token_values())
+
+    def embed_ngrams(self, table: Matrix, last: Symbol, spec: specs.NGramSpec) -> Symbol:
+        index = self.program.embed_ngrams(self._index(last), table, list(spec.factors), list(spec.sizes), spec.end)
+        return Symbol(table.cols * len(spec.sizes), index)
+
+    def signed_sqrt(self, x: Symbol, least: float) -> Symbol:
+        return Symbol(x.width, self.program.signed_sqrt(self._index(x), least))
+
     def linear(self, x: Symbol, weight: Matrix, bias: Vector | None = None) -> Symbol:
         product = Symbol(weight.rows, x=x, matrix=weight, bias=bias)
         self._pending.append(product)

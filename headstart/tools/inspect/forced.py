@@ -120,9 +120,9 @@ class _Layers:
     def run(self, segment: list[int], state: Mapping[str, Array]) -> dict[str, Array]:
         """The state after the layers of a segment."""
         for index in segment:
-            mixer = self.decoder.layers[index].mixer
-            pools = [self.backend.kv_pool(self._num_slots, unlimited(spec)) for spec in mixer.kv_specs]
-            self.kept[index] = (*pools, *(self.backend.state_pool(0, 0, 0, spec) for spec in mixer.state_specs))
+            layer = self.decoder.layers[index]
+            pools = [self.backend.kv_pool(self._num_slots, unlimited(spec)) for spec in layer.mixer.kv_specs]
+            self.kept[index] = (*pools, *(self.backend.state_pool(0, 0, 0, spec) for spec in layer.state_specs))
         program = self._program(segment)
 
         def code(ops: Any, step: StepInputs, given: Mapping[str, Any]) -> dict[str, Any]:

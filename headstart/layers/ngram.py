@@ -1,0 +1,138 @@
+"""Memories of hashed n-grams (Engram, Cheng et al. 2026): a large table of embeddings of the last tokens.
+
+Each n-gram that ends at a row is hashed to several rows of the table, whose concatenation is e. With n residual streams
+s, gates by stream and a convolution by feature whose taps lie `dilation` positions apart:
+
+    g_k = norm(K e)_k . norm(s)_k / sqrt(H);  u_k = sigmoid(sign(g_k) sqrt(max(|g_k|, 1e-6))) V e
+    s += u + silu(conv(norm(u)))
+
+norm is of each stream by itself. Formula: transformers 5.24, `Qwen4ExpTextPLELayer`. The state of a sequence is its
+last tokens and the last inputs of the convolution.
+
+Canonical tensors under a prefix: `embed_tokens.weight` [rows, width], `key_proj.weight` K [n * H, hashes * width],
+`value_proj.weight` V [H, hashes * width], `{key,query,conv}_norm.weight` [n * H], `conv1d.weight` [n * H, 1, taps]
+(oldest first).
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from headstart.kernels.ops import Buffer, Ops, Pool, Weight
+from headstart.kernels.specs import ConvSpec, NGramSpec
+from headstart.layers.linear import Linear
+from headstart.layers.norm import GroupedRMSNorm
+from headstart.layers.streams import repeat_streams
+from headstart.layers.weights import Shapes, Weights
+
+LEAST = 1e-6  # of |g|
+
+
+@dataclass(frozen=True, kw_only=True)
+class NGramMemoryConfig:
+    """The memory of one layer."""
+
+    spec: NGramSpec
+    rows: int  # of the table, those that no hash reaches included
+    width: int  # features of one embedding
+    streams: int  # residual streams
+    taps: int  # of the convolution
+    dilation: int
+
+    def state_specs(self, hidden: int) -> tuple[ConvSpec, ConvSpec]:
+        """One state pool each: of tokens, and of the convolution's inputs."""
+        longest = self.spec.longest
+        return ConvSpec(longest, longest), ConvSpec(self.streams * hidden, (self.taps - 1) * self.dilation + 1)
+
+    def build(self, weights: Weights, prefix: str, hidden: int, eps: float) -> "NGramMemory":
+        """Builds it from the tensors under `prefix` (no trailing dot). eps: of norms."""
+        wide, features = self.streams * hidden, self.width * len(self.spec.sizes)
+        kernel = weights.raw(f"{prefix}.conv1d.weight", (wide, 1, self.taps)).float32().reshape(wide, self.taps)
+        tokens, conv = self.state_specs(hidden)
+        taps = np.zeros((conv.width, wide))
+        taps[:: self.dilation] = kernel.T
+        sums = np.kron(np.eye(self.streams), np.full(hidden, hidden**-0.5))
+        keys, queries, values = (
+            GroupedRMSNorm(weights.get(f"{prefix}.{name}_norm.weight", wide), eps, self.streams)
+            for name in ("key", "query", "conv")
+        )
+        return NGramMemory(
+            config=self, state_specs=(tokens, conv),
+            table=weights.get(f"{prefix}.embed_tokens.weight", self.rows, self.width),
+            last=weights.constant(f"last {tokens.width} tokens", np.fliplr(np.eye(tokens.width)).reshape(-1)),
+            key_proj=weights.linear(f"{prefix}.key_proj", wide, features),
+            value_proj=weights.linear(f"{prefix}.value_proj", hidden, features),
+            key_norm=keys, query_norm=queries, conv_norm=values,
+            sums=Linear(weights.constant(f"sums of {self.streams} streams", sums)),
+            taps=weights.constant(f"{prefix}.conv1d.taps", taps.reshape(-1)),
+        )  # fmt: skip
+
+    def shapes(self, prefix: str, hidden: int) -> Shapes:
+        """Names and shapes of what `build` takes."""
+        wide, features = self.streams * hidden, self.width * len(self.spec.sizes)
+        return {
+            f"{prefix}.embed_tokens.weight": (self.rows, self.width),
+            f"{prefix}.key_proj.weight": (wide, features),
+            f"{prefix}.value_proj.weight": (hidden, features),
+            **{f"{prefix}.{name}_norm.weight": (wide,) for name in ("key", "query", "conv")},
+            f"{prefix}.conv1d.weight": (wide, 1, self.taps),
+        }
+
+
+@dataclass(frozen=True)
+class NGramMemory:
+    """See the module."""
+
+    config: NGramMemoryConfig
+    state_specs: tuple[ConvSpec, ConvSpec]
+    table: Weight
+    last: Weight  # taps that put token i positions before a row into column i
+    key_proj: Linear
+    value_proj: Linear
+    key_norm: GroupedRMSNorm
+    query_norm: GroupedRMSNorm
+    conv_norm: GroupedRMSNorm
+    sums: Linear  # sums over each stream's features, divided by sqrt(H)
+    taps: Weight
+
+    def __call__(self, ops: Ops, streams: Buffer, token_ids: Buffer, pools: tuple[Pool, Pool]) -> Buffer:
+        """Streams [R, n * H] with the memory's addition. `pools`: of `state_specs`; None in training."""
+        count, (tokens, conv) = self.config.streams, self.state_specs
+        own = repeat_streams(ops, ops.token_values(token_ids), tokens.channels)
+        e = ops.embed_ngrams(self.table, ops.causal_conv(own, self.last, pools[0], tokens), self.config.spec)
+        keys, value = self.key_norm(ops, self.key_proj(ops, e)), self.value_proj(ops, e)
+        products = ops.activate_mul(keys, self.query_norm(ops, streams), "identity")
+        gates = ops.signed_sqrt(self.sums(ops, products), LEAST)
+        added = ops.sigmoid_mul(gates, repeat_streams(ops, value, count))
+        mixed = ops.causal_conv(self.conv_norm(ops, added), self.taps, pools[1], conv)
+        return ops.add(streams, ops.add(added, ops.activate(mixed, "silu")))
+
+
+MASK = (1 << 64) - 1
+
+
+def hash_factors(vocab_size: int, longest: int, seed: int) -> tuple[int, ...]:
+    """Odd factors below 2^63 / vocab_size, from SplitMix64 (Steele, Lea, Flood 2014)."""
+    bound = max(1, ((1 << 63) - 1) // vocab_size // 2)
+    return tuple(2 * (_split_mix(seed + (i + 1) * 0x9E3779B97F4A7C15) % bound) + 1 for i in range(longest))
+
+
+def _split_mix(state: int) -> int:
+    x = (state + 0x9E3779B97F4A7C15) & MASK
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & MASK
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & MASK
+    return x ^ x >> 31
+
+
+@cache
+def primes_from(first: int, skipped: int, count: int) -> tuple[int, ...]:
+    """`count` primes of `first` or more, behind the `skipped` first of them."""
+    found: list[int] = []
+    number = first
+    while len(found) < skipped + count:
+        if number > 1 and all(number % each for each in range(2, math.isqrt(number) + 1)):
+            found.append(number)
+        number += 1
+    return tuple(found[skipped:])

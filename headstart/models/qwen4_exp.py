@@ -1,0 +1,225 @@
+"""Qwen3.8-Flash-Next (Qwen4-Exp), text part: gated DeltaNet and QSA layers in gated streams, memories of n-grams.
+
+Attention layers have an indexer of blocks (layers/indexer.py), some DeltaNet layers a memory (layers/ngram.py).
+
+Formula: transformers 5.24 `models/qwen4_exp`; MTP module: vLLM 0.33 `qwen4_exp/nvidia/mtp.py`: an attention layer over
+all streams of the trunk, whose norm is one; without a final norm. Its two projections are one matrix here.
+"""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from headstart.errors import ModelError
+from headstart.formats.rows import JoinedColumns, JoinedRows, RowSubset
+from headstart.heads.base import HeadSpec
+from headstart.kernels.ops import RawTensor
+from headstart.kernels.specs import IndexSpec, NGramSpec, StreamSpec
+from headstart.layers.attention import AttentionConfig
+from headstart.layers.build import DecoderConfig
+from headstart.layers.decoder import LayerConfig
+from headstart.layers.indexer import BlockIndexerConfig
+from headstart.layers.ngram import NGramMemoryConfig, hash_factors, primes_from
+from headstart.models import _gated_delta, keys
+from headstart.models.base import Family
+from headstart.models.keys import FULL, LINEAR, Config, flag, number
+from headstart.models.mtp import MTPLayout
+from headstart.models.names import Names
+from headstart.models.small import Arrays
+
+LLAMA_CPP = "qwen4exp"
+INDEXED = ("indexed_attention", "qwen_sparse_attention", FULL)  # names of one kind of layers
+GATES = {"sigmoid": True, "silu": False, "swish": False}
+LAYER_SEED = 10007  # added to the seed for each further memory
+
+
+def parse(config: Config) -> DecoderConfig:
+    keys.refuse_gguf(config, LLAMA_CPP)
+    config, tied = keys.text_config(config)
+    keys.refuse_others(config, {"mtp_use_dedicated_embeddings": False, "hc_per_branch_norm": True})
+    if not isinstance(gate := config.get("output_gate_type") or config.get("hidden_act"), str) or gate not in GATES:
+        raise ModelError(f"config.json: output_gate_type is {gate!r}", f"known: {', '.join(GATES)}")
+    bias = flag(config, "attention_bias")
+    attention = keys.attention(
+        config, qkv_bias=bias, o_bias=bias, qk_norm=True, gated=flag(config, "attn_output_gate", True)
+    )
+    attention = replace(attention, indexer=_indexer(config, attention))
+    delta = replace(_gated_delta.delta(config), sigmoid_gate=GATES[gate])
+    streams = StreamSpec(
+        number(config, "hc_count", default=4, least=2), 0, 0.0, mixed=False,
+        gate_rank=number(config, "hc_lowrank", default=320),
+    )  # fmt: skip
+    feed = keys.softmax_experts(config, shared=number(config, "shared_expert_intermediate_size"))
+    module = keys.layer(config, attention, feed, norms="none", streams=streams)
+    layers, memories = [], _memories(config, streams.count)
+    for index, kind in enumerate(_kinds(config)):
+        if kind != LINEAR and index in memories:
+            raise ModelError(f"config.json: ple_layer_ids names layer {index + 1}", "known: layers of linear attention")
+        linear: LayerConfig = replace(module, mixer=delta, memory=memories.get(index))
+        layers.append(linear if kind == LINEAR else module)
+    return keys.decoder(config, layers, tied=tied, streams=streams, mtp_layer=module, final_norm=False)
+
+
+def _kinds(config: Config) -> list[str]:
+    kinds = config.get("layer_types")
+    if isinstance(kinds, list):
+        kinds = [FULL if kind in INDEXED else kind for kind in kinds]
+    return _gated_delta.layer_types(keys.inside(config, {"layer_types": kinds}))
+
+
+def _indexer(config: Config, attention: AttentionConfig) -> BlockIndexerConfig | None:
+    """The indexer of an attention layer; None where the config has none."""
+    if config.get("indexer_n_heads") is None:
+        return None
+    keys.refuse_others(config, {"indexer_kv_heads": 1})
+    heads, dim, budget, every = (
+        number(config, f"indexer_{key}", needs="QSA") for key in ("n_heads", "head_dim", "budget", "compress_ratio")
+    )
+    rotary = attention.rope.rotary_dim if attention.rope else 0
+    if budget % every or every < 2 or dim < rotary:
+        what = f"config.json: the indexer has a budget of {budget} in blocks of {every}, and {heads} heads of {dim}"
+        raise ModelError(what, f"known: whole blocks of 2 or more, heads of {rotary} (the rotated features) or more")
+    return BlockIndexerConfig(
+        spec=IndexSpec(heads, dim, budget // every, every, whole=True), rope=attention.rope, pools=True
+    )
+
+
+def _memories(config: Config, streams: int) -> dict[int, NGramMemoryConfig]:
+    """Index of a layer -> its memory."""
+    ids, count = config.get("ple_layer_ids") or [], keys.num_layers(config)
+    if not isinstance(ids, list) or any(isinstance(each, bool) or each not in range(1, count + 1) for each in ids):
+        raise ModelError(f"config.json: ple_layer_ids is {ids!r}", f"known: a list of numbers from 1 to {count}")
+    found: dict[int, NGramMemoryConfig] = {}
+    for index, layer in enumerate(sorted({*ids})):
+        vocab, longest = number(config, "vocab_size"), number(config, "ngram_size", default=3, least=2)
+        heads = (longest - 1) * number(config, "heads_per_ngram", default=8)
+        width, rest = divmod(number(config, "ple_embed_dim", default=number(config, "hidden_size")), heads)
+        if rest or longest > MAX_NGRAM or vocab >= 1 << 24:
+            what = f"config.json: ngram_size is {longest}, with {heads} heads over {vocab} tokens"
+            raise ModelError(what, f"known: up to {MAX_NGRAM}, heads that divide ple_embed_dim, fewer than 2^24 tokens")
+        seed = number(config, "seed", default=1234, least=0) + LAYER_SEED * index
+        sizes = primes_from(number(config, "ngram_vocab_size_base", default=20_000_000), index * heads, heads)
+        divisor, taps = number(config, "make_ngram_vocab_size_divisible_by", default=128), "ple_conv_kernel_size"
+        found[layer - 1] = NGramMemoryConfig(
+            spec=NGramSpec(hash_factors(vocab, longest, seed), sizes, _end(config)), width=width, streams=streams,
+            rows=-(-sum(sizes) // divisor) * divisor, taps=number(config, taps, default=4, least=2), dilation=longest,
+        )  # fmt: skip
+    return found
+
+
+MAX_NGRAM = 16
+
+
+def _end(config: Config) -> int:
+    ids = config.get("eos_token_id")
+    return number({"eos_token_id": ids[0] if isinstance(ids, list) and ids else ids}, "eos_token_id", least=0)
+
+
+SHARD = re.compile(r"(.*\.memory\.embed_tokens)\.shard_(\d+)\.weight")
+UNREAD = re.compile(
+    r".*\.memory\.ple_embedding\.(layer_multipliers|ngram_heads_\w+|hashstats_\w+|token_lookup)|(mtp\.\d\.)?streams\.block_inject.*"
+)
+"""Computed here from the config, or without use."""
+FUSED = ("fc_embedding", "fc_hidden")
+INDEXER = ".self_attn.indexer.index_qk_proj.weight"
+
+
+def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
+    """Family.adapt: joins the parts of tables and an MTP module's projections, splits those of indexers."""
+    ours: dict[str, RawTensor] = {}
+    shards: dict[str, dict[int, RawTensor]] = {}
+    for name, tensor in tensors.items():
+        stem, _, part = name.removesuffix(".weight").rpartition(".")
+        if match := SHARD.fullmatch(name):
+            shards.setdefault(f"{match[1]}.weight", {})[int(match[2])] = tensor
+        elif name.endswith(INDEXER):
+            ours |= _indexer_parts(stem, tensor, config)
+        elif part == FUSED[0] and (other := tensors.get(f"{stem}.{FUSED[1]}.weight")) is not None:
+            joined = f"{stem}.projection.weight"
+            ours[joined] = JoinedColumns(joined, (tensor, other))
+        elif part not in FUSED and not UNREAD.fullmatch(name):
+            ours[name] = tensor
+    for name, parts in shards.items():
+        ours[name] = JoinedRows(name, tuple(parts[index] for index in sorted(parts)))
+    return _gated_delta.adapt(ours, config, from_gguf)
+
+
+def _indexer_parts(stem: str, tensor: RawTensor, config: DecoderConfig) -> dict[str, RawTensor]:
+    spec = _spec(config)
+    queries, count = spec.num_heads * spec.head_dim, tensor.shape[0]
+    if count != queries + spec.head_dim:
+        return {f"{stem}.q_proj.weight": tensor}  # the loader reports the wrong shape
+    return {
+        f"{stem}.q_proj.weight": RowSubset(tensor, np.arange(queries)),
+        f"{stem}.k_proj.weight": RowSubset(tensor, np.arange(queries, count)),
+    }
+
+
+def _spec(config: DecoderConfig) -> IndexSpec:
+    assert config.mtp_layer and isinstance(config.mtp_layer.mixer, AttentionConfig) and config.mtp_layer.mixer.indexer
+    return config.mtp_layer.mixer.indexer.spec
+
+
+def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
+    """Family.restore: inverse of `adapt`."""
+    theirs: Arrays = {}
+    for name, array in _gated_delta.restore(arrays, config, joined=False).items():
+        stem, _, part = name.removesuffix(".weight").rpartition(".")
+        if stem.endswith(".indexer") and part in ("q_proj", "k_proj"):
+            if part == "q_proj":
+                theirs[f"{stem}.index_qk_proj.weight"] = np.concatenate((array, arrays[f"{stem}.k_proj.weight"]))
+        elif part == "projection":
+            theirs |= {f"{stem}.{name}.weight": half for name, half in zip(FUSED, np.hsplit(array, 2), strict=True)}
+        else:
+            theirs[name] = array
+    return theirs
+
+
+NAMES = Names(
+    {
+        **_gated_delta.NAMES.prefixes,
+        "model.hyper_connection_mixer.": "streams.",
+        "mtp.hyper_connection_mixer.": "mtp.{i}.streams.",
+        **{f"mtp.{part}.": f"mtp.{{i}}.{part}." for part in FUSED},
+    },
+    parts={
+        **_gated_delta.NAMES.parts,
+        ".attn_hyper_connection.": ".mixer_streams.",
+        ".mlp_hyper_connection.": ".mlp_streams.",
+        ".ple.ple_embedding.ngram_embedding.": ".memory.embed_tokens.",
+        ".ple.": ".memory.",
+        **{f".norm_{part}.": f".{part}_norm." for part in ("key", "query", "conv")},
+        **{f".indexer.{part}_layernorm.": f".indexer.{part}_norm." for part in "qk"},
+    },
+)
+SMALL: dict[str, Any] = {
+    **_gated_delta.SMALL, **_gated_delta.SMALL_EXPERTS, "output_gate_type": "sigmoid", "hc_count": 3, "hc_lowrank": 10,
+    "ple_layer_ids": [1], "ple_embed_dim": 24, "ple_conv_kernel_size": 3, "ngram_size": 3, "heads_per_ngram": 2,
+    "ngram_vocab_size_base": 60, "make_ngram_vocab_size_divisible_by": 16, "indexer_n_heads": 12, "indexer_kv_heads": 1,
+    "indexer_head_dim": 14, "indexer_budget": 12, "indexer_compress_ratio": 3, "mtp_num_hidden_layers": 1,
+}  # fmt: skip
+FAMILY = Family(
+    parse=parse,
+    defaults={**_gated_delta.DEFAULTS, "num_key_value_heads": 2, "num_experts_per_tok": 10},
+    harmless={
+        **_gated_delta.HARMLESS,
+        "split_ngram_parts": "the tensors say it",
+        "ple_embedding_dtype": "the tensors say it",
+        **dict.fromkeys(
+            ("ple_embed_dim", "ple_conv_kernel_size", "ngram_size", "heads_per_ngram", "ngram_vocab_size_base", "seed",
+             "make_ngram_vocab_size_divisible_by", "indexer_kv_heads", "indexer_head_dim", "indexer_budget",
+             "indexer_compress_ratio"), "used only by memories and indexers"),
+    },
+    names=NAMES,
+    adapt=adapt,
+    restore=restore,
+    head=HeadSpec(tap="streams", recycle="streams", output_norm=False, joint_norm=True),
+    mtp=MTPLayout(
+        title="Qwen3.8-Flash-Next", norm="1+w", count_key="mtp_num_hidden_layers", served=1,
+        llama_cpp=(LLAMA_CPP,), concat="sum", not_xllm="xLLM has no draft of this type",
+    ),
+    aliases=("qwen4_exp_text", LLAMA_CPP),
+    small={"model_type": "qwen4_exp_text", "architectures": ["Qwen4ExpForCausalLM"], **SMALL},
+)  # fmt: skip
