@@ -14,6 +14,7 @@ Canonical tensors under a prefix: `embed_tokens.weight` [rows, width], `key_proj
 (oldest first).
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 from functools import cache
@@ -127,12 +128,7 @@ def _split_mix(state: int) -> int:
 
 
 @cache
-def primes_from(first: int, skipped: int, count: int) -> tuple[int, ...]:
-    """`count` primes of `first` or more, behind the `skipped` first of them."""
-    found: list[int] = []
-    number = first
-    while len(found) < skipped + count:
-        if number > 1 and all(number % each for each in range(2, math.isqrt(number) + 1)):
-            found.append(number)
-        number += 1
-    return tuple(found[skipped:])
+def primes_from(first: int, count: int) -> tuple[int, ...]:
+    """The `count` least primes of `first` or more."""
+    numbers = (each for each in itertools.count(max(first, 2)) if all(each % i for i in range(2, math.isqrt(each) + 1)))
+    return tuple(itertools.islice(numbers, count))

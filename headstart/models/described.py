@@ -245,7 +245,7 @@ def _family(unsupported: str, *aliases: str) -> Family:
 
 
 _FAMILIES: Mapping[str, Family] = {
-    "deepseek_v41": _family("memories of hashed n-grams (Engram)"),
+    "deepseek_v41": _family("keys and indexers that layers share, memories of normalized n-grams (Engram)"),
     "dots3_note": _family("latent attention with windows", "dots3_note_text", "dots3note"),
     "glm_ocr": _family("rotary positions of several axes", "glm_ocr_text"),
     "inkling": _family(

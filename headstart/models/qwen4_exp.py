@@ -33,6 +33,7 @@ LLAMA_CPP = "qwen4exp"
 INDEXED = ("indexed_attention", "qwen_sparse_attention", FULL)  # names of one kind of layers
 GATES = {"sigmoid": True, "silu": False, "swish": False}
 LAYER_SEED = 10007  # added to the seed for each further memory
+TAPS, MAX_NGRAM, MAX_HEADS = "ple_conv_kernel_size", 16, 256
 
 
 def parse(config: Config) -> DecoderConfig:
@@ -66,7 +67,7 @@ def _kinds(config: Config) -> list[str]:
     kinds = config.get("layer_types")
     if isinstance(kinds, list):
         kinds = [FULL if kind in INDEXED else kind for kind in kinds]
-    return _gated_delta.layer_types(keys.inside(config, {"layer_types": kinds}))
+    return _gated_delta.layer_types(keys.inside(config, {"layer_types": kinds, "recurrent_layers": None}))
 
 
 def _indexer(config: Config, attention: AttentionConfig) -> BlockIndexerConfig | None:
@@ -87,39 +88,37 @@ def _indexer(config: Config, attention: AttentionConfig) -> BlockIndexerConfig |
 
 
 def _memories(config: Config, streams: int) -> dict[int, NGramMemoryConfig]:
-    """Index of a layer -> its memory."""
+    """Index of a layer -> its memory (hashes: see layers/ngram.py)."""
     ids, count = config.get("ple_layer_ids") or [], keys.num_layers(config)
     if not isinstance(ids, list) or any(isinstance(each, bool) or each not in range(1, count + 1) for each in ids):
         raise ModelError(f"config.json: ple_layer_ids is {ids!r}", f"known: a list of numbers from 1 to {count}")
-    found: dict[int, NGramMemoryConfig] = {}
-    for index, layer in enumerate(sorted({*ids})):
-        vocab, longest = number(config, "vocab_size"), number(config, "ngram_size", default=3, least=2)
-        heads = (longest - 1) * number(config, "heads_per_ngram", default=8)
-        width, rest = divmod(number(config, "ple_embed_dim", default=number(config, "hidden_size")), heads)
-        if rest or longest > MAX_NGRAM or vocab >= 1 << 24:
-            what = f"config.json: ngram_size is {longest}, with {heads} heads over {vocab} tokens"
-            raise ModelError(what, f"known: up to {MAX_NGRAM}, heads that divide ple_embed_dim, fewer than 2^24 tokens")
-        seed = number(config, "seed", default=1234, least=0) + LAYER_SEED * index
-        sizes = primes_from(number(config, "ngram_vocab_size_base", default=20_000_000), index * heads, heads)
-        divisor, taps = number(config, "make_ngram_vocab_size_divisible_by", default=128), "ple_conv_kernel_size"
+    if not ids:
+        return {}
+    vocab, longest = number(config, "vocab_size"), number(config, "ngram_size", default=3, least=2)
+    heads = (longest - 1) * number(config, "heads_per_ngram", default=8)
+    width, rest = divmod(number(config, "ple_embed_dim", default=number(config, "hidden_size")), heads)
+    base, taps = number(config, "ngram_vocab_size_base", default=20_000_000), number(config, TAPS, default=4, least=2)
+    if rest or longest > MAX_NGRAM or heads > MAX_HEADS or taps > MAX_NGRAM or vocab >= 1 << 24 or base >= 1 << 32:
+        what = f"config.json: ngram_size is {longest}, {TAPS} {taps}, with {heads} heads of {base} over {vocab} tokens"
+        limits = f"up to {MAX_NGRAM}, {MAX_HEADS} heads that divide ple_embed_dim, below 2^32 and 2^24 tokens"
+        raise ModelError(what, f"known: {limits}")
+    sizes, layers = primes_from(base, len({*ids}) * heads), sorted({*ids})
+    seed, ends = number(config, "seed", default=1234, least=0), config.get("eos_token_id")
+    end = number({"eos_token_id": ends[0] if isinstance(ends, list) and ends else ends}, "eos_token_id", least=0)
+    padding, found = number(config, "make_ngram_vocab_size_divisible_by", default=128), {}
+    for index, layer in enumerate(layers):
+        own = sizes[index * heads : (index + 1) * heads]
+        spec = NGramSpec(hash_factors(vocab, longest, seed + LAYER_SEED * index), own, end)
         found[layer - 1] = NGramMemoryConfig(
-            spec=NGramSpec(hash_factors(vocab, longest, seed), sizes, _end(config)), width=width, streams=streams,
-            rows=-(-sum(sizes) // divisor) * divisor, taps=number(config, taps, default=4, least=2), dilation=longest,
-        )  # fmt: skip
+            spec=spec, rows=-(-sum(own) // padding) * padding, width=width, streams=streams, taps=taps, dilation=longest
+        )
     return found
-
-
-MAX_NGRAM = 16
-
-
-def _end(config: Config) -> int:
-    ids = config.get("eos_token_id")
-    return number({"eos_token_id": ids[0] if isinstance(ids, list) and ids else ids}, "eos_token_id", least=0)
 
 
 SHARD = re.compile(r"(.*\.memory\.embed_tokens)\.shard_(\d+)\.weight")
 UNREAD = re.compile(
-    r".*\.memory\.ple_embedding\.(layer_multipliers|ngram_heads_\w+|hashstats_\w+|token_lookup)|(mtp\.\d\.)?streams\.block_inject.*"
+    r".*\.memory\.ple_embedding\.(layer_multipliers|ngram_heads_\w+|hashstats_\w+|token_lookup)"
+    r"|(mtp\.\d\.)?streams\.block_inject.*"
 )
 """Computed here from the config, or without use."""
 FUSED = ("fc_embedding", "fc_hidden")

@@ -12,7 +12,7 @@ from headstart.core import StepPlan
 from headstart.kernels.native.backend import NativeBackend
 from headstart.kernels.ops import AttentionSpec, Experts
 from headstart.kernels.reference.backend import ReferenceBackend
-from headstart.kernels.specs import CompressSpec, IndexSpec, RopeSpec, RouterSpec, StreamSpec
+from headstart.kernels.specs import CompressSpec, IndexSpec, NGramSpec, RopeSpec, RouterSpec, StreamSpec
 
 COUNT, WIDTH = 90, 37
 SPEC = AttentionSpec(13, 1, 20, 0.3, 20, latent=True, window=11)
@@ -181,3 +181,24 @@ def test_what_rows_keep_is_copied(path: str) -> None:
     slots = plan_of([Part(np.arange(4), 0, np.arange(6)[::-1])]).slots
     worker.copy_rows([pool], slots[[0, 1]], slots[[2, 3]])  # in place of what was there
     assert not np.array_equal(np.array(worker.run(program, pass_of((3, 4)))["y"])[0], first[3])
+
+
+@paths
+@pytest.mark.parametrize("longest", [2, 4])
+def test_embeddings_of_ngrams(path: str, longest: int) -> None:
+    sizes = (11, 13, 17, 19, 23, 29)[: 2 * (longest - 1)]
+    spec = NGramSpec((3, 70_000_000_000_001, 5, (1 << 62) // 9)[:longest], sizes, end=4)
+
+    def code_on(world: World) -> Code:
+        last = np.random.default_rng(1).integers(0, 9, (COUNT, longest))  # 0: before the text
+        (tensor,) = as_tensors({"last": last.astype(np.float64)}).values()
+        tokens, table, x = world.on.weight(tensor, precise=True), world.weight(sum(sizes) + 3, 7), world.rows(WIDTH)
+
+        def code(ops: Any, step: Any) -> dict[str, Any]:
+            found = ops.embed_ngrams(table, ops.embed(tokens, step.token_ids), spec)
+            roots = ops.signed_sqrt(x(ops, step), 0.25)
+            return {"y": ops.concat(ops.concat(found, roots), ops.token_values(step.token_ids))}
+
+        return code
+
+    check(path, code_on)
