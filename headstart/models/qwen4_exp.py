@@ -221,4 +221,9 @@ FAMILY = Family(
     ),
     aliases=("qwen4_exp_text", LLAMA_CPP),
     small={"model_type": "qwen4_exp_text", "architectures": ["Qwen4ExpForCausalLM"], **SMALL},
+    scratch={
+        **_gated_delta.SCRATCH_WITH_EXPERTS, "hc_count": 4, "hc_lowrank": 32, "ple_embed_dim": 64,
+        "ngram_vocab_size_base": 1000, "indexer_n_heads": 4, "indexer_head_dim": 32, "indexer_budget": 64,
+        "indexer_compress_ratio": 4,
+    },
 )  # fmt: skip

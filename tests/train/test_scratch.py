@@ -74,21 +74,22 @@ def test_the_convolution_is_the_one_that_runs() -> None:
 
 FIXED = (
     ".q_conv1d.weight", ".k_conv1d.weight", ".v_conv1d.weight", "e_score_correction_bias", ".router_bias",
-    ".ffn.gate.bias", ".ffn.gate.tid2eid", ".expert_bias", ".layer_scalar",
+    ".ffn.gate.bias", ".ffn.gate.tid2eid", ".expert_bias", ".layer_scalar", ".ple.conv1d.weight",
 )  # fmt: skip
 INDEXER = (".indexer.", ".index_")
 
 
 def loss_config(family: str) -> LossConfig:
     """A head whose indexer selects windows learns one step."""
-    return LossConfig(steps=(1.0,)) if family == "glm5_next" else LossConfig()
+    return LossConfig(steps=(1.0,)) if family in ("glm5_next", "qwen4_exp") else LossConfig()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", support.FAMILIES)
 def test_every_tensor_learns(family: str) -> None:
     """Gradients reach all that takes part in the forward; a bias of the choice of experts, an indexer, a layer's scalar
-    (fixed in transformers too) and the convolutions of Kimi delta attention (joined outside torch) take none."""
+    (fixed in transformers too) and the convolutions of Kimi delta attention and of memories (made outside torch) take
+    none."""
     model = tiny_model(family)
     loss, head_loss, _ = model.losses(tokens_of(3, 40), loss_config(family))
     (loss + head_loss).backward()
