@@ -99,6 +99,13 @@ def headstart_peers(args: argparse.Namespace) -> list[Peer]:
     return found
 
 
+def published_eagle3(args: argparse.Namespace) -> Path:
+    """The EAGLE-3 head in the layout that other engines load."""
+    out: Path = args.work / "vllm-eagle3"
+    export.run(export.ExportOptions(model=None, head=args.eagle3, to="vllm-eagle3", out=out, force=True))
+    return out
+
+
 def llama_peers(args: argparse.Namespace, source: Path) -> list[Peer]:
     if not args.llama_source:
         return []
@@ -114,7 +121,8 @@ def llama_peers(args: argparse.Namespace, source: Path) -> list[Peer]:
         server("llama.cpp Q8_0 plain", gguf_copy(binaries, source, args.work, "Q8_0")),
         *(server(f"llama.cpp Q4_1 {kind}", source, "--spec-type", kind) for kind in LLAMA_NGRAM),
     ]
-    head = convert_to_gguf(args, args.eagle3, ("--target-model-dir", str(safetensors_copy(source, args.work))))
+    target = ("--target-model-dir", str(safetensors_copy(source, args.work)))
+    head = convert_to_gguf(args, published_eagle3(args), target)
     for depth in (2, 3):
         more = ("-md", head, "--spec-type", "draft-eagle3", "--spec-draft-n-max", str(depth))
         found.append(server(f"llama.cpp Q4_1 EAGLE-3 {depth}", source, *more))
@@ -139,10 +147,10 @@ def vllm_peers(args: argparse.Namespace, source: Path) -> list[Peer]:
         start = [args.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--served-model-name", "m"]
         return Peer(name, [*start, "--model", model, *common, *more], {name: {}}, environment)
 
-    found = [server("vLLM bf16 plain", trunk)]
+    found, head = [server("vLLM bf16 plain", trunk)], published_eagle3(args)
     for k in VLLM_DEPTHS:
         found.append(server(f"vLLM bf16 MTP {k}", mimo, {"method": "mtp", "num_speculative_tokens": k}))
-        more = {"method": "eagle3", "model": str(args.eagle3), "num_speculative_tokens": k}
+        more = {"method": "eagle3", "model": str(head), "num_speculative_tokens": k}
         found.append(server(f"vLLM bf16 EAGLE-3 {k}", trunk, more))
     return found
 

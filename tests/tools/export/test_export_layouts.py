@@ -12,11 +12,15 @@ from checkpoints import raw, read_raw, tensor, write_checkpoint
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 
 from headstart.cli.main import main
+from headstart.config import EngineConfig
+from headstart.engine.load import attach_head, load_model
 from headstart.errors import ModelError
 from headstart.formats.safetensors import Array, bfloat16
 from headstart.formats.safetensors_file import read_file
 from headstart.heads.base import HeadSpec
-from headstart.heads.kind import head_kind, plain_parts
+from headstart.heads.files import read_head, write_head
+from headstart.heads.kind import HeadCheckpoint, head_kind, plain_parts
+from headstart.layers.build import raw_lm_head
 from headstart.models.small import random_arrays
 from headstart.tools.export.run import ExportOptions, run
 
@@ -351,3 +355,24 @@ def test_an_activation_that_gguf_files_cannot_say(tmp_path: Path, capsys: pytest
     source = support.write_model(tmp_path / "model", *support.family_of("glm4_moe").tiny(hidden_act="gelu"))
     assert main(["export", str(source), "--to", "gguf", "-o", str(tmp_path / "out")]) == 2
     assert "hidden_act is 'gelu', which GGUF files cannot express" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("layout", ["vllm-eagle3", "speculators"])
+def test_a_trained_eagle3_head_gets_the_trunks_lm_head(layout: str, tmp_path: Path) -> None:
+    """`train` leaves out the rows of its draft tokens; engines want them in the head's file."""
+    folder = support.write_model(tmp_path / "model", *support.family_of("llama").tiny())
+    model = load_model(str(folder), EngineConfig(backend="reference", threads=1))
+    spec, ids = support.eagle3_spec(model), np.arange(1, model.config.vocab_size, 2)
+    arrays = support.eagle3_arrays(model, spec)
+    head = HeadCheckpoint(
+        spec=spec, hidden_size=model.config.hidden_size, vocab_size=model.config.vocab_size, draft_token_ids=ids
+    )  # fmt: skip
+    write_head(tmp_path / "head", head, {name: each for name, each in arrays.items() if name != "lm_head.weight"})
+    out = tmp_path / "out"
+    run(ExportOptions(model=str(folder), head=tmp_path / "head", to=layout, out=out))
+    found = read_head(out)
+    assert (found.spec.layer, found.spec.tap) == (spec.layer, spec.tap)
+    assert found.draft_token_ids is not None and np.array_equal(found.draft_token_ids, ids)
+    rows = raw_lm_head(model.weights, model.config).take_rows(ids).float32()
+    np.testing.assert_allclose(found.tensors["lm_head.weight"].float32(), rows, rtol=2**-8)
+    assert attach_head(model, out).lm_head is not None
