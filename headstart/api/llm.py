@@ -104,7 +104,7 @@ class LLM:
     Threads may share an LLM: their requests run in one batch, and each text is the same as alone.
     model: path, Hub name or alias; None: the default model. LLMs may share a loaded `Model`; their passes take turns.
     progress: called with (done, total, description) while weights are read.
-    room: maximum bytes of the KV caches; they always hold at least one sequence.
+    cache_bytes: maximum bytes of the KV caches; they always hold at least one sequence.
     options: fields of EngineConfig by name, as in `LLM("model", depth=2, max_model_len=4096)`; `lora` may be the path
     of an adapter, or a dict of names and paths. Requests without a choice use the first.
     """
@@ -115,7 +115,7 @@ class LLM:
         config: EngineConfig | None = None,
         progress: Progress = no_progress,
         *,
-        room: int | None = None,
+        cache_bytes: int | None = None,
         **options: Any,
     ) -> None:
         started = time.perf_counter()
@@ -124,7 +124,7 @@ class LLM:
             raise UsageError(f"model is {model!r}", "give a path, a Hub name or an alias")
         name = os.fspath(model) if isinstance(model, os.PathLike) else model
         self.model = name if isinstance(name, Model) else load_model(name, self.config, progress)
-        self.engine = build_engine(self.model, self.config, room)
+        self.engine = build_engine(self.model, self.config, cache_bytes)
         self.shared = SharedEngine(self.engine)
         if self.config.depth == AUTO and self.engine.drafting.drafter:
             self.engine.drafting.auto.costs = known_costs(self.engine, identity(self.model, self.config))

@@ -176,7 +176,7 @@ def _serve_one(
     replica_id = replicas.replica_id
     if replica_id is None:
         log_loading(model, serving.log_format)
-    room = start_replica(replica_id) if replica_id is not None else None
+    cache_bytes = start_replica(replica_id) if replica_id is not None else None
     if may_tune:
         config = with_tuned(model, config)
     plain, config = config, with_adapted(model, config)
@@ -194,11 +194,11 @@ def _serve_one(
     serve_config = _server_config(serving, replicas)
     with listening(serve_config.host, serve_config.port) as sockets:  # before the model is loaded
         with progress("loading") as report_progress:
-            llm = LLM(model, config, report_progress, room=room)
+            llm = LLM(model, config, report_progress, cache_bytes=cache_bytes)
             backend = llm.model.backend
             if replica_id is not None and isinstance(backend, CachesWeights) and backend.wrote_weight_cache:
                 llm.close()  # load again: weights that another replica has mapped are shared
-                llm = LLM(model, config, report_progress, room=room)
+                llm = LLM(model, config, report_progress, cache_bytes=cache_bytes)
         if template is not None:
             llm.use_chat_template(template)
         serve(single_model_manager(llm, serve_config), serve_config, sockets, lambda: with_adapted(model, plain).head)
@@ -258,7 +258,7 @@ def start_replica(replica_id: ReplicaId) -> int:
     group = replica_id.group()
     if cpus := group.replicas[replica_id.number].cpus:
         set_affinity(cpus)
-    return group.room
+    return group.cache_bytes
 
 
 def supervise_replicas(replicas: ReplicaOptions, config: EngineConfig, serving: dict[str, Any]) -> int:
@@ -292,7 +292,7 @@ def supervise_replicas(replicas: ReplicaOptions, config: EngineConfig, serving: 
                 port=serving["port"],
                 words=tuple(sys.argv[1:]),
                 shares=shares,
-                room=int(machine.memory().available * MEMORY_SHARE) // len(shares),
+                cache_bytes=int(machine.memory().available * MEMORY_SHARE) // len(shares),
                 origins=serving.get("allowed_origins", ()),
                 shutdown_timeout=serving["shutdown_timeout"],
                 join=replicas.join,

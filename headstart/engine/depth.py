@@ -171,14 +171,14 @@ class AutoDepth:
         """Seconds to draft one more token, before it is verified."""
         return 0.0 if self.block else self.draft_s
 
-    def is_sufficient(self, sequence: Sequence, draft: Draft, *, asks: bool) -> bool:
-        """True if a lookup's draft saves more than the head's expected draft (asks), or than no draft (not asks)."""
+    def is_sufficient(self, sequence: Sequence, draft: Draft, *, with_head: bool) -> bool:
+        """True if a lookup's draft saves more than the head's expected draft (with_head), or than no draft."""
         if not draft.tokens:
             return False
         self.acceptance.record_draft(sequence, draft)
         worthwhile = prefix_probabilities(self.acceptance, sequence, draft, self.row_s / self.token_s)
         free = sum(worthwhile) * self.token_s - len(worthwhile) * self.row_s
-        if not asks:
+        if not with_head:
             return free > 0
         promise = sum(self._savings(sequence, MAX_DEPTH))
         if not self.block:  # later tokens may save as much as the first
@@ -274,4 +274,4 @@ class AutoGate:
         return self.auto.should_continue(self.sequence, draft, self.probability)
 
     def is_sufficient(self, draft: Draft) -> bool:
-        return self.auto.is_sufficient(self.sequence, draft, asks=self.should_start)
+        return self.auto.is_sufficient(self.sequence, draft, with_head=self.should_start)

@@ -247,12 +247,12 @@ def _with_rows(loaded: LoadedDecoder, rows: list[int]) -> Decoder:
 
 
 def load_model(
-    name: str | None, config: EngineConfig, progress: Progress = no_progress, beside: Backend | None = None, *,
+    name: str | None, config: EngineConfig, progress: Progress = no_progress, neighbour: Backend | None = None, *,
     streamed: bool = False,
 ) -> Model:  # fmt: skip
     """Loads a model by path, alias or Hub name, with its head; `progress` counts weights.
 
-    beside: backend of another loaded model, whose threads this one shares. streamed: read no weights; the model's
+    neighbour: backend of another loaded model, whose threads this one shares. streamed: read no weights; the model's
     backend is a StreamedBackend, and its parts can be run layer by layer only. Raises ModelError, UsageError or
     CapacityError.
     """
@@ -270,8 +270,8 @@ def load_model(
         backend = open_backend(config, checkpoint.files)
         if backend.runs_on == "cpu" and config.rounding is None:
             check_room(checkpoint)
-    if isinstance(backend, SharesThreads) and beside is not None:
-        backend.share_threads(beside)
+    if isinstance(backend, SharesThreads) and neighbour is not None:
+        backend.share_threads(neighbour)
     heads = usable_heads(checkpoint)
     broken = f"{heads.broken.reason}; {heads.broken.fix}" if heads.broken else ""
     if heads.broken and config.head is None and config.drafter in NEED_HEAD and config.depth != 0:

@@ -52,8 +52,8 @@ def match(
             f"{len(trunk_vocab)}{_first_difference(trunk_vocab, draft_vocab)}",
             "use a draft model of the same family",
         )
-    told = "%s has other tokens than %s: it drafts the %d of %d tokens that both have"
-    log.warning(told, names[1], names[0], len(found.ids), len(trunk_vocab))
+    text = "%s has other tokens than %s: it drafts the %d of %d tokens that both have"
+    log.warning(text, names[1], names[0], len(found.ids), len(trunk_vocab))
     return found
 
 

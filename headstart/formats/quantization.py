@@ -38,12 +38,12 @@ AGAIN = "is a shard missing? download the model again"
 
 
 class Stored(NamedTuple):
-    """A weight with the tensors that store it. `name` ends in `.weight` also for packed weights. `main`: its codes.
-    `beside`: its further tensors, by the last word of their names, or by their ending after the weight's whole name."""
+    """A weight with the tensors that store it."""
 
-    name: str
-    main: Tensor
-    beside: Mapping[str, Tensor]
+    name: str  # ends in `.weight` also for packed weights
+    main: Tensor  # its codes
+    auxiliary: Mapping[str, Tensor]
+    """Scales, zero points, ... by the last word of their names, or by their ending after the weight's whole name."""
     settings: Settings
 
     @property
@@ -60,7 +60,7 @@ class Stored(NamedTuple):
     def scale(self) -> Tensor | None:
         """The tensor of scales, under one of its usual names; None without one."""
         words = ("weight_scale_inv", "weight_scale", "scale", "_scale_inv", "_weight_scale", "_scale")
-        return next((self.beside[word] for word in words if word in self.beside), None)
+        return next((self.auxiliary[word] for word in words if word in self.auxiliary), None)
 
 
 class Kept(NamedTuple):
@@ -97,7 +97,7 @@ class Quantization:
     Recognition: `detect`: whether a quantization_config asks for it. `describe`: shape and kind of a weight; None if
     another quantization has stored it (names, types and shapes decide, not values). `types`: dtypes that belong to this
     quantization alone. `excludes`: quant_method -> config key of the modules that are not quantized.
-    Names: `packed`: last words that replace `weight`. `beside`: last words of further tensors of a weight. `after`:
+    Names: `packed`: last words that replace `weight`. `auxiliary`: last words of further tensors of a weight. `after`:
     endings of further tensors after the weight's whole name. `needs`: of each tuple, one word must be present.
     Values, the first that is not None: `keep` (a dtype that kernels support), `integers`, `decode` (floats, then BF16).
     `check` raises ModelError if the scales' headers do not fit the weight.
@@ -108,7 +108,7 @@ class Quantization:
     detect: Callable[[Settings], bool] = lambda settings: False
     excludes: Mapping[str, str] = field(default_factory=dict)
     packed: tuple[str, ...] = ()
-    beside: tuple[str, ...] = ()
+    auxiliary: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     needs: tuple[tuple[str, ...], ...] = ()
     types: tuple[str, ...] = ()
@@ -161,8 +161,8 @@ class Weights:
         self.settings = settings_of(config)
         self._known = list(quantizations().values())
         self._packed = {word for each in self._known for word in each.packed}
-        self._beside = {word for each in self._known for word in each.beside} | {*ACTIVATIONS}
-        self._marks = self._beside - ORDINARY - {*ACTIVATIONS}
+        self._auxiliary = {word for each in self._known for word in each.auxiliary} | {*ACTIVATIONS}
+        self._marks = self._auxiliary - ORDINARY - {*ACTIVATIONS}
         self._after = sorted({end for each in self._known for end in each.after}, key=len, reverse=True)
         self._seen: dict[Any, tuple[Quantization | None, Described]] = {}
         self._problems: dict[Any, str] = {}
@@ -172,7 +172,7 @@ class Weights:
 
     def _group(self, tensors: Mapping[str, Tensor]) -> None:
         main: dict[str, Tensor] = {}
-        beside: dict[str, dict[str, Tensor]] = {}
+        auxiliary: dict[str, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             base, _, last = name.rpartition(".")
             if last in ("weight", "bias"):
@@ -180,17 +180,17 @@ class Weights:
             elif last in self._packed:
                 main[f"{base}.weight"] = tensor
             elif owned := self._owner(name, base, last, tensors):
-                beside.setdefault(owned[0], {})[owned[1]] = tensor
+                auxiliary.setdefault(owned[0], {})[owned[1]] = tensor
             elif last not in CACHE_SCALES:
                 main[name] = tensor
                 if last in self._marks or f".{last}" in self._after:
                     self.loose.append(name)
         for name, tensor in main.items():
-            self.stored[name] = Stored(name, tensor, beside.get(name, {}), self.settings)
+            self.stored[name] = Stored(name, tensor, auxiliary.get(name, {}), self.settings)
 
     def _owner(self, name: str, base: str, last: str, tensors: Mapping[str, Tensor]) -> tuple[str, str] | None:
-        """(weight name, key in Stored.beside) of a tensor that belongs to a weight; None for other tensors."""
-        if last in self._beside:
+        """(weight name, key in Stored.auxiliary) of a tensor that belongs to a weight; None for other tensors."""
+        if last in self._auxiliary:
             there = any(f"{base}.{word}" in tensors for word in ("weight", *self._packed))
             return (f"{base}.weight", last) if there else None
         for ending in self._after:
@@ -219,10 +219,10 @@ class Weights:
         if quantization is None:
             scaled = stored.packed or stored.main.dtype.startswith(("F8_E", "F4", "F6"))
             scales = "scales that fit" if stored.scale else "scales"
-            return f"is {stored.main.dtype}, but no {scales} stand beside it" if scaled else ""
+            return f"is {stored.main.dtype}, but has no {scales}" if scaled else ""
         for words in quantization.needs:
-            if not stored.beside.keys() & {*words}:
-                return f"is {described.kind}, and no {' or '.join(words)} stands beside it"
+            if not stored.auxiliary.keys() & {*words}:
+                return f"is {described.kind}, but has no {' or '.join(words)}"
         try:
             if described.shape is None or len(described.shape) == 2:
                 quantization.check(stored)
@@ -232,7 +232,7 @@ class Weights:
 
     def _describe(self, stored: Stored) -> tuple[Quantization | None, Described]:
         owners = [each for each in self._known if stored.main.dtype in each.types]
-        if owners or stored.beside or stored.packed:
+        if owners or stored.auxiliary or stored.packed:
             for each in owners or [each for each in self._known if not each.types]:
                 if described := each.describe(stored):
                     return each, described
@@ -240,7 +240,7 @@ class Weights:
 
     def decode(self, stored: Stored) -> Decode | None:
         """The function that reads a weight's values; None if it is unquantized. ModelError if it cannot be read."""
-        main, marks = stored.main, stored.beside.keys() - ORDINARY - {*ACTIVATIONS}
+        main, marks = stored.main, stored.auxiliary.keys() - ORDINARY - {*ACTIVATIONS}
         quantization, described = self.look(stored)
         if quantization and (decode := quantization.decode(stored)):
             return decode
@@ -249,8 +249,8 @@ class Weights:
         if make := self.integers(stored):
             return make().values
         if quantization is None and stored.scale is not None and (marks or main.dtype not in FLOATS):
-            beside = f"{main.name} is {main.dtype}, but has scales {stored.scale.name}"
-            raise ModelError(beside, "no known quantization stores weights in this way")
+            what = f"{main.name} is {main.dtype}, but has scales {stored.scale.name}"
+            raise ModelError(what, "no known quantization stores weights in this way")
         if quantization or marks or stored.packed:
             raise self.unreadable(main.name, described.kind)
         if main.dtype.startswith("F8_E"):
@@ -306,9 +306,9 @@ def weight_headers(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> 
     described = {}
     for name, stored in weights.stored.items():
         main, (_, (shape, kind)) = stored.main, weights.look(stored)
-        table = main.dtype in _TABLES and not stored.beside
+        table = main.dtype in _TABLES and not stored.auxiliary
         count = 2 * main.nbytes if shape is None else 0 if table else math.prod(shape)
-        nbytes = main.nbytes + sum([each.nbytes for each in stored.beside.values()])
+        nbytes = main.nbytes + sum([each.nbytes for each in stored.auxiliary.values()])
         quantized = kind not in FLOATS + _TABLES
         described[name] = WeightHeader(shape, kind, count, nbytes, quantized, weights.problem(stored))
     return described
@@ -316,9 +316,9 @@ def weight_headers(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> 
 
 def _kind_of(stored: Stored) -> tuple[Any, ...]:
     """Cache key, equal for weights that are stored alike; own for a column of bytes, whose shape depends on values."""
-    beside = tuple((word, each.dtype, each.shape) for word, each in stored.beside.items())
+    auxiliary = tuple((word, each.dtype, each.shape) for word, each in stored.auxiliary.items())
     own = stored.name if stored.main.shape[-1:] == (1,) else ""
-    return stored.main.dtype, stored.main.shape, stored.packed and stored.word, beside, own
+    return stored.main.dtype, stored.main.shape, stored.packed and stored.word, auxiliary, own
 
 
 def readable(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Any]:
@@ -341,7 +341,7 @@ def readable(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[s
         elif decode := weights.decode(stored):
             tensors_read[name] = Made(stored, _widened(decode), weights.shape(stored))
         else:
-            tensors_read |= {each.name: each for each in (stored.main, *stored.beside.values())}
+            tensors_read |= {each.name: each for each in (stored.main, *stored.auxiliary.values())}
     check_types(each for each in tensors_read.values() if isinstance(each, Tensor))
     return tensors_read
 

@@ -26,49 +26,49 @@ AT_ONCE = 8  # parallel requests
 RETRIES = 2  # of a request
 
 
-def open_repo(asked: Repo, progress: Progress) -> Checkpoint:
+def open_repo(source: Repo, progress: Progress) -> Checkpoint:
     """A checkpoint of a repo's headers. UsageError for an unknown or unreachable repo, ModelError for damaged files."""
     from huggingface_hub import HfApi, constants
 
     if constants.HF_HUB_OFFLINE or not is_reachable():
-        return _cached(asked)
+        return _cached(source)
     from huggingface_hub.utils import httpx  # the client library that it really uses
 
-    with hub_errors(asked.repo):
+    with hub_errors(source.repo):
         try:
-            info = HfApi().model_info(asked.repo, revision=asked.revision or None)
+            info = HfApi().model_info(source.repo, revision=source.revision or None)
         except (httpx.TransportError, OSError) as error:
             if getattr(error, "response", None) is not None:  # the Hub has refused the request
                 raise
             try:
-                return _cached(asked)
+                return _cached(source)
             except HeadstartError:
                 raise error from None
     files = [each.rfilename for each in info.siblings or []]
-    return _Remote(asked, str(info.sha or asked.revision or "main"), files, progress).checkpoint()
+    return _Remote(source, str(info.sha or source.revision or "main"), files, progress).checkpoint()
 
 
-def _cached(asked: Repo) -> Checkpoint:
+def _cached(source: Repo) -> Checkpoint:
     """The checkpoint in huggingface_hub's cache. Raises UsageError if the cache does not have it."""
     from huggingface_hub import hf_hub_download, snapshot_download
 
-    with hub_errors(asked.repo):
-        if asked.file:
-            file = hf_hub_download(asked.repo, asked.file, local_files_only=True, dry_run=False)
+    with hub_errors(source.repo):
+        if source.file:
+            file = hf_hub_download(source.repo, source.file, local_files_only=True, dry_run=False)
             return gguf.open_checkpoint(Path(file))
-        folder = snapshot_download(asked.repo, revision=asked.revision or None, local_files_only=True, dry_run=False)
+        folder = snapshot_download(source.repo, revision=source.revision or None, local_files_only=True, dry_run=False)
     return safetensors.open_checkpoint(Path(folder))
 
 
 class _Remote:
     """Reads the headers of one revision of one repo. `files`: names of all its files."""
 
-    def __init__(self, asked: Repo, revision: str, files: list[str], progress: Progress) -> None:
-        self.asked, self.revision, self.files, self.progress = asked, revision, files, progress
+    def __init__(self, source: Repo, revision: str, files: list[str], progress: Progress) -> None:
+        self.source, self.revision, self.files, self.progress = source, revision, files, progress
 
     def checkpoint(self) -> Checkpoint:
-        if self.asked.file:
-            return self._gguf(self.asked.file)
+        if self.source.file:
+            return self._gguf(self.source.file)
         weights = [file for file in self.files if file.endswith(".safetensors") and "/" not in file]
         if CONFIG in self.files and (weights or safetensors_file.INDEX in self.files):
             return self._safetensors(weights)
@@ -76,23 +76,23 @@ class _Remote:
         if ggufs and set(ggufs) == set(gguf.part_names(ggufs[0])):
             return self._gguf(ggufs[0])
         if ggufs:
-            hint = f"name one, as in {self.asked.repo}/{ggufs[0]}"
-            raise UsageError(f"{self.asked.repo} has {len(ggufs)} GGUF files", hint)
-        raise UsageError(f"{self.asked.repo} has neither safetensors nor GGUF files", "choose another repo")
+            hint = f"name one, as in {self.source.repo}/{ggufs[0]}"
+            raise UsageError(f"{self.source.repo} has {len(ggufs)} GGUF files", hint)
+        raise UsageError(f"{self.source.repo} has neither safetensors nor GGUF files", "choose another repo")
 
     def _safetensors(self, weights: list[str]) -> Checkpoint:
         config = self._json(CONFIG)
         index = self._json(safetensors_file.INDEX) if safetensors_file.INDEX in self.files else None
-        where = f"{self.asked.repo}/{safetensors_file.INDEX}"
+        where = f"{self.source.repo}/{safetensors_file.INDEX}"
         if index is not None and safetensors_file.is_stale(weights, index, where):
             index = None
         files = safetensors_file.shards_of(weights, index, where)
         more = [file for file in weights if "mtp" in file and file not in files]
         shards = dict(zip([*files, *more], self._all(self._shard, [*files, *more]), strict=True))
-        tensors = safetensors_file.tensors_of({file: shards[file] for file in files}, index, where, self.asked.repo)
+        tensors = safetensors_file.tensors_of({file: shards[file] for file in files}, index, where, self.source.repo)
         stray = {name: each for held in shards.values() for name, each in held.items() if name not in tensors}
         return Checkpoint(
-            path=Path(self.asked.repo), format="safetensors", config=config,
+            path=Path(self.source.repo), format="safetensors", config=config,
             tensors={**tensors, **safetensors.sidecar_heads(tensors, stray, config)}, canonical_names=False,
             files=tuple(map(Path, files)), generation_config=self._json(GENERATION) if GENERATION in self.files else {},
             stray=stray,
@@ -101,17 +101,17 @@ class _Remote:
     def _json(self, file: str) -> dict[str, Any]:
         from huggingface_hub import hf_hub_download
 
-        with hub_errors(self.asked.repo):
-            path = hf_hub_download(self.asked.repo, file, revision=self.revision, dry_run=False)
+        with hub_errors(self.source.repo):
+            path = hf_hub_download(self.source.repo, file, revision=self.revision, dry_run=False)
         return read_object(Path(path))
 
     def _shard(self, file: str) -> dict[str, Tensor]:
         from huggingface_hub import try_to_load_from_cache
 
-        cached = try_to_load_from_cache(self.asked.repo, file, revision=self.revision)
+        cached = try_to_load_from_cache(self.source.repo, file, revision=self.revision)
         if isinstance(cached, str):
             return safetensors_file.read_file(Path(cached))
-        where = f"{self.asked.repo}/{file}"
+        where = f"{self.source.repo}/{file}"
         first, size = self._bytes(file, 0, FIRST)
         length = safetensors_file.header_size(first, size, where)
         if (missing := safetensors_file.PREFIX + length - len(first)) > 0:
@@ -126,17 +126,17 @@ class _Remote:
             try:
                 for result in pool.map(fetch, files):
                     results.append(result)
-                    self.progress(len(results), len(files), f"reading headers of {self.asked.repo}")
+                    self.progress(len(results), len(files), f"reading headers of {self.source.repo}")
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         return results
 
     def _gguf(self, file: str) -> Checkpoint:
-        return gguf.join_files(Path(self.asked.repo, file), self._all(self._part, gguf.part_names(file)))
+        return gguf.join_files(Path(self.source.repo, file), self._all(self._part, gguf.part_names(file)))
 
     def _part(self, file: str) -> GgufFile:
-        path = Path(self.asked.repo, file)
+        path = Path(self.source.repo, file)
         first, size = self._bytes(file, 0, FIRST)
         while True:
             try:
@@ -157,11 +157,11 @@ class _Remote:
         from huggingface_hub import constants, hf_hub_url
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
 
-        url = hf_hub_url(self.asked.repo, file, revision=self.revision, endpoint=constants.ENDPOINT)
+        url = hf_hub_url(self.source.repo, file, revision=self.revision, endpoint=constants.ENDPOINT)
         headers = build_hf_headers() | {"Range": f"bytes={begin}-{begin + count - 1}", "Accept-Encoding": "identity"}
         data = bytearray()
         with (
-            hub_errors(self.asked.repo),
+            hub_errors(self.source.repo),
             http_stream_backoff(
                 "GET", url, max_retries=RETRIES, headers=headers, follow_redirects=True,
                 timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT,

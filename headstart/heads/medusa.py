@@ -85,8 +85,8 @@ def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadC
         raise ModelError(f"{path} holds no layers of Medusa heads", "is this a Medusa checkpoint?")
     if strange := sorted(name for name in named if int(name.split(".")[1]) >= count):
         raise ModelError(f"{path} holds {strange[0]}, but no layer of Medusa head {count}", "is the file complete?")
-    told = document.get("vocab_size")
-    vocab_size = told if type(told) is int and "base_model_name_or_path" not in document else 0
+    size = document.get("vocab_size")
+    vocab_size = size if type(size) is int and "base_model_name_or_path" not in document else 0
     token_map = tensors.get("token_map")
     ids = None if token_map is None else checked_draft_ids(token_map.numpy(), math.inf, f"{path}: token_map")
     if ids is None and exact is not None:

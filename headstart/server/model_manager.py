@@ -125,7 +125,7 @@ class ServedModel:
         try:
             self.llm.change_head(path)
         except HeadstartError as error:
-            log.error("the head stays as it is: %s", error)
+            log.error("the head was not changed: %s", error)
             return
         log.info("drafting with %s (changed in %.2f s)", self.llm.info["head"], time.perf_counter() - begun)
 
@@ -407,10 +407,10 @@ class ModelManager:
     def _read(self, slot: ModelSlot) -> LLM:
         spec, used_bytes = slot.spec, self._used_bytes()
         config = spec.prepare(spec.path, spec.config)
-        beside = next((each.llm.model.backend for each in self.loaded), None)
-        model = load_model(spec.path, config, beside=beside)
+        neighbour = next((each.llm.model.backend for each in self.loaded), None)
+        model = load_model(spec.path, config, neighbour=neighbour)
         left = max(self.memory - used_bytes - _num_bytes(model.checkpoint), 0)
-        return LLM(model, config, room=left // CACHE_DIVISOR)
+        return LLM(model, config, cache_bytes=left // CACHE_DIVISOR)
 
     def _note_loaded(self, slot: ModelSlot, llm: LLM) -> None:
         slot.checkpoint, slot.num_loads = llm.model.checkpoint, slot.num_loads + 1

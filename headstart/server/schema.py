@@ -192,8 +192,8 @@ def with_sampling(base: type[Body], names: Mapping[str, str]) -> Any:
             kind = Annotated[kind, bounds(name)]
         default = row.default if row.kind == "boolean" else None
         kind = LIST_TYPES.get(name, kind)
-        told = Field(default=default, description=f"{row.help} {row.http_help}".rstrip())
-        members[member] = (kind | None if default is None else kind, told)
+        field_info = Field(default=default, description=f"{row.help} {row.http_help}".rstrip())
+        members[member] = (kind | None if default is None else kind, field_info)
     return create_model(base.__name__, __base__=base, **members)
 
 

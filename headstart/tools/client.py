@@ -32,7 +32,7 @@ class Server:
     tls: bool = False
     prefix: str = ""  # path of the base URL, before every path
     api_key: str | None = field(default=None, repr=False)
-    trusted: bool = False  # true: the TLS certificate is not checked
+    skip_tls_check: bool = False  # accept any TLS certificate
 
     @classmethod
     def at(cls, url: str, api_key: str | None = None) -> Self:
@@ -80,7 +80,7 @@ class _Collector(asyncio.Protocol):
         self.parts: list[tuple[float, bytes]] = []
         self.headers: dict[bytes, bytes] = {}
         self.complete = False
-        self.heard = time.perf_counter()
+        self.received_at = time.perf_counter()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.parser = httptools.HttpResponseParser(self)
 
@@ -89,7 +89,7 @@ class _Collector(asyncio.Protocol):
         transport.write(self.request)
 
     def data_received(self, data: bytes) -> None:
-        self.heard = time.perf_counter()
+        self.received_at = time.perf_counter()
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserError:  # not HTTP, or a protocol upgrade
@@ -120,7 +120,7 @@ class _Collector(asyncio.Protocol):
         self.headers[name.lower()] = value
 
     def on_body(self, data: bytes) -> None:
-        self.parts.append((self.heard, data))
+        self.parts.append((self.received_at, data))
 
     def on_message_complete(self) -> None:
         self.complete = True
@@ -175,7 +175,7 @@ async def _exchange(
 
 
 def _tls(server: Server) -> ssl.SSLContext | bool | None:
-    if not (server.tls and server.trusted):
+    if not (server.tls and server.skip_tls_check):
         return server.tls or None
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
@@ -189,7 +189,7 @@ async def _wait(collector: _Collector, leave_after: float | None) -> None:
             await collector.ended
         return
     while not collector.ended.done():
-        left = collector.heard + SILENCE_S - time.perf_counter()
+        left = collector.received_at + SILENCE_S - time.perf_counter()
         if left <= 0:
             raise TimeoutError
         await asyncio.wait([collector.ended], timeout=left)

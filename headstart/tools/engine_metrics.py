@@ -25,7 +25,7 @@ class MetricNames:
     per_position: str = ""
     length: str = ""  # a gauge
     saved: str = ""  # counter of passes that drafting saved
-    always_there: bool = True  # the metrics exist even if the engine does not draft
+    exist_without_drafting: bool = True  # the metrics exist even if the engine does not draft
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -42,7 +42,7 @@ class EngineCounters:
 
     engine: str
     known: bool  # the server shows at least one drafting metric
-    always_there: bool = True
+    exist_without_drafting: bool = True
     drafts: float | None = None
     drafted: float | None = None
     accepted: float | None = None
@@ -106,7 +106,8 @@ def read(text: str) -> EngineCounters | None:
     gauges = [sample.value for sample in samples if sample.name == names.length]
     busy = [value for value in gauges if value > 0]  # of the workers that have drafted
     return EngineCounters(
-        engine=names.engine, known=any(name in totals for name in names.all), always_there=names.always_there,
+        engine=names.engine, known=any(name in totals for name in names.all),
+        exist_without_drafting=names.exist_without_drafting,
         drafts=total(*names.drafts), drafted=total(*names.drafted), accepted=total(*names.accepted),
         per_position=dict(sorted(places.items())), saved=total(names.saved),
         length=sum(busy) / len(busy) if busy else 0.0 if gauges else None,

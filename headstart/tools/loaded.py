@@ -33,7 +33,7 @@ def stop(name: str, url: str, api_key: str | None) -> Report:
     server = Server.at(url, api_key)
     answer = _request(server, post(server, "/api/generate", {"model": name, "keep_alive": 0, "stream": False}))
     gone = answer.get("done_reason") == "unload"
-    line = f"{name} is unloaded" if gone else f"{name} still has requests: it is unloaded after them, if it may be"
+    line = f"{name} is unloaded" if gone else f"{name} still has requests, and is unloaded after them unless more come"
     return Report(gone, {"model": name, "unloaded": gone}, [line])
 
 

@@ -122,7 +122,7 @@ def test_values_are_those_of_the_format(case: str) -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "no scales": ({k: v for k, v in gptq(weight(), 4).items() if k != "scales"}, GPTQ, "no scales stands beside it"),
+    "no scales": ({k: v for k, v in gptq(weight(), 4).items() if k != "scales"}, GPTQ, "has no scales"),
     "groups that do not fit": ({**gptq(weight(), 4), "scales": np.ones((5, OUT), np.float16)}, GPTQ, "do not fit"),
     "a map out of range": (
         {**gptq(weight(), 4), "g_idx": np.full(IN, 3, np.int32)}, GPTQ, "of groups 3 to 3, but it has 3"),

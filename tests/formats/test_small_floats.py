@@ -205,7 +205,7 @@ STATE = "weight.quant_state.bitsandbytes__nf4"
 BAD: dict[str, tuple[str, str, Callable[[NDArray[Any]], NDArray[Any]] | None, str]] = {
     "fp8, NaN": ("fp8, compressed, a row", "weight_scale", lambda v: v * 0 + 0x7FC0, "are not all numbers"),
     "fp8, other scales": ("fp8, compressed, a row", "weight_scale", lambda v: v[:31], "do not fit the blocks"),
-    "fp8, none": ("fp8, ModelOpt", "weight_scale", None, "no scales stand beside it"),
+    "fp8, none": ("fp8, ModelOpt", "weight_scale", None, "has no scales"),
     "nvfp4, NaN": ("nvfp4, ModelOpt", "weight_scale", with_nan, "are not all numbers"),
     "nvfp4, NaN for all": ("nvfp4, ModelOpt", "weight_scale_2", with_nan, "are not all numbers"),
     "nvfp4, no whole scale": ("nvfp4, compressed", "weight_global_scale", None, "whole tensor is missing"),

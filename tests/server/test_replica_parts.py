@@ -25,7 +25,7 @@ def known(number: int, url: str = "http://127.0.0.1:1") -> ReplicaInfo:
 @pytest.fixture
 def member(tmp_path: Path) -> ReplicaId:
     ReplicaGroup(
-        room=5, router="http://127.0.0.1:1", relay="http://127.0.0.1:1", token="t", replicas=(known(0), known(1))
+        cache_bytes=5, router="http://127.0.0.1:1", relay="http://127.0.0.1:1", token="t", replicas=(known(0), known(1))
     ).write(tmp_path)
     return ReplicaId(tmp_path, 1)
 

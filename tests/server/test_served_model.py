@@ -225,5 +225,5 @@ def test_another_head_comes_between_steps_and_a_bad_one_changes_nothing(
 
     caplog.set_level(logging.INFO, "headstart.server")
     with_served(check, model=model)
-    said = [each for each in caplog.messages if "drafting with" in each or "stays as it is" in each]
+    said = [each for each in caplog.messages if "drafting with" in each or "head was not changed" in each]
     assert [str(good) in each for each in said] == [True, False, False, True]

@@ -23,9 +23,9 @@ def group_of(stored: Stored) -> int:
     """Columns that share a scale, 16 or 32, if bytes and scales look like FP4; 0 for anything else."""
     main = stored.main
     if stored.word == "weight_packed":
-        scale = stored.beside.get("weight_scale")
+        scale = stored.auxiliary.get("weight_scale")
         return 0 if main.dtype != "U8" or not main.shape else 32 if scale and scale.dtype in ("U8", "F8_E8M0") else 16
-    scale = stored.beside.get("weight_scale") or stored.beside.get("scale")
+    scale = stored.auxiliary.get("weight_scale") or stored.auxiliary.get("scale")
     groups = scale.shape[-1] if scale and len(scale.shape) > 1 else 0
     if main.dtype not in ("U8", "I8") or not groups or not main.shape:
         return 0

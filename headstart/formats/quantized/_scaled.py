@@ -93,7 +93,7 @@ def _declared(stored: Stored) -> tuple[int, ...] | None:
     match stored.settings.get("weight_block_size"):
         case [int(rows), int(columns)] if rows > 0 and columns > 0:
             return rows, columns
-    return (BLOCK, BLOCK) if any(word.endswith("_scale_inv") for word in stored.beside) else None
+    return (BLOCK, BLOCK) if any(word.endswith("_scale_inv") for word in stored.auxiliary) else None
 
 
 def _size(size: int, count: int) -> int:

@@ -23,8 +23,8 @@ def describe(stored: Stored) -> Described | None:
 
 
 def integers(stored: Stored) -> Integers | None:
-    words, points = stored.main.numpy(), stored.beside["qzeros"].numpy()
-    scales = stored.beside["scales"].float32()
+    words, points = stored.main.numpy(), stored.auxiliary["qzeros"].numpy()
+    scales = stored.auxiliary["scales"].float32()
     inputs, count = words.shape[0], len(scales)
     if scales.shape[1] != 8 * words.shape[1] or inputs % count:
         return None
@@ -45,7 +45,7 @@ QUANTIZATION = Quantization(
     detect=lambda settings: settings.get("quant_method") == "awq",
     excludes={"awq": "modules_to_not_convert"},
     packed=("qweight",),
-    beside=("scales", "qzeros"),
+    auxiliary=("scales", "qzeros"),
     needs=(("scales",), ("qzeros",)),
     describe=describe,
     integers=integers,

@@ -27,9 +27,9 @@ _SCALE = 0.007874015718698502  # bitsandbytes' constant for 1 / 127: scale of a 
 
 
 def describe(stored: Stored) -> Described | None:
-    if "SCB" in stored.beside:
+    if "SCB" in stored.auxiliary:
         return Described(stored.main.shape, "int8 (bitsandbytes)")
-    if not any("absmax" in word for word in stored.beside):
+    if not any("absmax" in word for word in stored.auxiliary):
         return None
     shape, state = None, _state_tensor(stored)
     if state and state.here:
@@ -39,11 +39,11 @@ def describe(stored: Stored) -> Described | None:
 
 
 def integers(stored: Stored) -> Integers | None:
-    if "SCB" not in stored.beside or stored.main.dtype != "I8" or len(stored.main.shape) != 2:
+    if "SCB" not in stored.auxiliary or stored.main.dtype != "I8" or len(stored.main.shape) != 2:
         return None
-    scales = numbers(stored.beside["SCB"], stored).reshape(-1, 1) * np.float32(_SCALE)
+    scales = numbers(stored.auxiliary["SCB"], stored).reshape(-1, 1) * np.float32(_SCALE)
     if len(scales) != stored.main.shape[0]:
-        what = f"{stored.beside['SCB'].name} {list(stored.beside['SCB'].shape)} is not one for each row"
+        what = f"{stored.auxiliary['SCB'].name} {list(stored.auxiliary['SCB'].shape)} is not one for each row"
         raise ModelError(f"{what} of {stored.name} {list(stored.main.shape)}")
 
     def codes(rows: NDArray[np.int64]) -> NDArray[np.int32]:
@@ -55,7 +55,7 @@ def integers(stored: Stored) -> Integers | None:
 
 def keep(stored: Stored) -> Kept | None:
     """A 4-bit weight with NF4 or FP4 levels whose blocks and rows are multiples of 32 or 64 columns; else None."""
-    if "SCB" in stored.beside:
+    if "SCB" in stored.auxiliary:
         return None
     columns, size, levels, largest, flat = _parts(stored)
     group = next((each for each in (64, 32) if columns % each == 0 and size % each == 0), 0)
@@ -74,7 +74,7 @@ def keep(stored: Stored) -> Kept | None:
 
 def decode(stored: Stored) -> Decode | None:
     """A 4-bit weight with blocks of any size."""
-    if "SCB" in stored.beside:
+    if "SCB" in stored.auxiliary:
         return None
     columns, size, levels, largest, flat = _parts(stored)
 
@@ -113,7 +113,7 @@ def _parts(stored: Stored) -> _Parts:
 
 
 def _state_tensor(stored: Stored) -> Tensor | None:
-    return next((stored.beside[word] for word in STATES if word in stored.beside), None)
+    return next((stored.auxiliary[word] for word in STATES if word in stored.auxiliary), None)
 
 
 def _state(stored: Stored) -> dict[str, Any]:
@@ -136,9 +136,9 @@ def _shape(state: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _beside(stored: Stored, word: str) -> Tensor:
-    if word not in stored.beside:
+    if word not in stored.auxiliary:
         raise ModelError(f"{stored.name} is 4-bit (bitsandbytes), but its {word[1:]} is missing")
-    return stored.beside[word]
+    return stored.auxiliary[word]
 
 
 def _levels(stored: Stored) -> NDArray[np.float32]:
@@ -166,7 +166,7 @@ def _largest(stored: Stored, state: dict[str, Any]) -> Magnitudes:
 QUANTIZATION = Quantization(
     detect=lambda settings: settings.get("quant_method") == "bitsandbytes",
     excludes={"bitsandbytes": "llm_int8_skip_modules"},
-    beside=("SCB", "weight_format"),
+    auxiliary=("SCB", "weight_format"),
     after=(".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", *STATES),
     describe=describe,
     integers=integers,

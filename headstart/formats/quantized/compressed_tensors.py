@@ -25,7 +25,7 @@ def _bits_and_columns(stored: Stored) -> tuple[int, int]:
     """Bits of a code and columns of the weight, by `weight_shape` if present (config groups may differ in bits), else
     by the config. Raises ModelError if the words do not hold that shape."""
     num_words, bits = stored.main.shape[1], bits_of(stored.settings)
-    if (shape := stored.beside.get("weight_shape")) is None:
+    if (shape := stored.auxiliary.get("weight_shape")) is None:
         return bits, num_words * 32 // bits
     columns = int(shape.numpy().reshape(-1)[-1])
     for each in (bits, 8, 4, 2):
@@ -35,19 +35,19 @@ def _bits_and_columns(stored: Stored) -> tuple[int, int]:
 
 
 def integers(stored: Stored) -> Integers | None:
-    if len(stored.main.shape) != 2 or "weight_chan_scale" in stored.beside or "weight_global_scale" in stored.beside:
+    if len(stored.main.shape) != 2 or {"weight_chan_scale", "weight_global_scale"} & stored.auxiliary.keys():
         return None
-    words, scales = stored.main.numpy(), stored.beside["weight_scale"].float32()
+    words, scales = stored.main.numpy(), stored.auxiliary["weight_scale"].float32()
     bits, columns = _bits_and_columns(stored)
     if 32 % bits or len(scales.shape) != 2 or len(scales) != len(words):
         return None
     rows, count = len(words), scales.shape[1]
     if not count or columns % count:
         raise ModelError(f"{stored.main.name}: {columns} columns do not make {count} groups of one size")
-    order = stored.beside.get("weight_g_idx")
+    order = stored.auxiliary.get("weight_g_idx")
     groups = np.arange(columns) // (columns // count) if order is None else order.numpy().astype(np.int64)
     zeros = np.full(scales.shape, 1 << bits - 1, np.int32)
-    if (points := stored.beside.get("weight_zero_point")) is not None:
+    if (points := stored.auxiliary.get("weight_zero_point")) is not None:
         if points.dtype == "I32":  # packed, along the rows
             zeros = unpacked(np.ascontiguousarray(points.numpy().T), bits).T[:rows]
         else:
@@ -63,7 +63,7 @@ QUANTIZATION = Quantization(
     detect=lambda settings: settings.get("quant_method") == "compressed-tensors",
     excludes={"compressed-tensors": "ignore"},
     packed=("weight_packed",),
-    beside=("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale",
+    auxiliary=("weight_scale", "weight_zero_point", "weight_shape", "weight_g_idx", "weight_global_scale",
             "weight_chan_scale"),
     needs=(("weight_scale",),),
     describe=describe,

@@ -58,7 +58,7 @@ def keep(stored: quantization.Stored) -> quantization.Kept | None:
 QUANTIZATION = quantization.Quantization(
     detect=detect,
     excludes={"fp8": "modules_to_not_convert", "fbgemm_fp8": "modules_to_not_convert"},
-    beside=("weight_scale_inv", "weight_scale", "scale", *quantization.ACTIVATIONS),
+    auxiliary=("weight_scale_inv", "weight_scale", "scale", *quantization.ACTIVATIONS),
     after=("_scale_inv", "_input_scale", "_weight_scale", "_scale"),
     describe=describe,
     decode=decode,

@@ -61,7 +61,7 @@ def _one_bit(matrix: Tensor) -> Kept:
 QUANTIZATION = Quantization(
     describe=lambda stored: Described(stored.main.shape, stored.main.dtype),
     types=("NVFP4", "Q1_0"),
-    beside=("scale",),
+    auxiliary=("scale",),
     check=check,
     keep=keep,
     bits=4,

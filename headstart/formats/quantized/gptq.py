@@ -18,7 +18,7 @@ GROUPED = WeightBytes(_GROUPED, _GROUPED, _GROUPED, 2, head=2)
 
 def check(stored: Stored, *zeros: int) -> None:
     """Raise ModelError unless scales are [groups, out] and zero points [groups, n], n one of `zeros`."""
-    scales, points = (stored.beside[word].shape for word in ("scales", "qzeros"))
+    scales, points = (stored.auxiliary[word].shape for word in ("scales", "qzeros"))
     if (
         len(stored.main.shape) != 2
         or len(scales) != 2
@@ -31,15 +31,15 @@ def check(stored: Stored, *zeros: int) -> None:
 
 def outputs_of(stored: Stored) -> int:
     """Number of rows of the unpacked weight, by its scales [groups, out]."""
-    scales = stored.beside.get("scales")
+    scales = stored.auxiliary.get("scales")
     return scales.shape[-1] if scales and scales.shape else stored.main.shape[-1]
 
 
 def groups_of(stored: Stored, num_words: int) -> NDArray[np.int64]:
     """int64 [in], the group of each column: g_idx (act-order), else groups of equal size. Raises ModelError."""
-    if (order := stored.beside.get("g_idx")) is not None:
+    if (order := stored.auxiliary.get("g_idx")) is not None:
         return order.numpy().astype(np.int64)
-    inputs, count = num_words * 32 // bits_of(stored.settings), stored.beside["scales"].shape[0]
+    inputs, count = num_words * 32 // bits_of(stored.settings), stored.auxiliary["scales"].shape[0]
     if inputs % count:
         raise ModelError(f"{stored.main.name}: {inputs} columns do not make {count} groups of one size")
     return np.arange(inputs) // (inputs // count)
@@ -54,14 +54,14 @@ def describe(stored: Stored) -> Described | None:
     rows, columns = stored.main.shape
     if outputs_of(stored) != columns:
         return None
-    order = stored.beside.get("g_idx")
+    order = stored.auxiliary.get("g_idx")
     inputs = order.shape[0] if order and order.shape else rows * 32 // bits
     return Described((columns, inputs), f"int{rows * 32 // inputs if inputs else bits} (gptq)")
 
 
 def integers(stored: Stored) -> Integers | None:
-    words, points = stored.main.numpy(), stored.beside["qzeros"].numpy()
-    scales = stored.beside["scales"].float32()
+    words, points = stored.main.numpy(), stored.auxiliary["qzeros"].numpy()
+    scales = stored.auxiliary["scales"].float32()
     inputs = groups_of(stored, words.shape[0])
     bits = words.shape[0] * 32 // len(inputs)
     if bits not in (2, 4, 8):
@@ -70,8 +70,8 @@ def integers(stored: Stored) -> Integers | None:
     def codes(rows: NDArray[np.int64]) -> NDArray[np.int32]:
         return unpacked(np.ascontiguousarray(words[:, rows].T), bits)
 
-    stored_less = stored.settings.get("checkpoint_format") != "gptq_v2"
-    zeros = unpacked(np.ascontiguousarray(points), bits) + stored_less
+    offset = stored.settings.get("checkpoint_format") != "gptq_v2"
+    zeros = unpacked(np.ascontiguousarray(points), bits) + offset
     return Integers(stored.name, codes, zeros.T, scales.T, inputs, bits)
 
 
@@ -79,7 +79,7 @@ QUANTIZATION = Quantization(
     detect=lambda settings: settings.get("quant_method") in ("gptq", "auto-round"),
     excludes={"gptq": "dynamic", "auto-round": "extra_config"},
     packed=("qweight",),
-    beside=("scales", "qzeros", "g_idx"),
+    auxiliary=("scales", "qzeros", "g_idx"),
     needs=(("scales",), ("qzeros",)),
     describe=describe,
     integers=integers,

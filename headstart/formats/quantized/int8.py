@@ -19,8 +19,8 @@ GROUP = 64
 
 
 def describe(stored: Stored) -> Described | None:
-    signs = {"SCB", "_scales"} | {word for word in stored.beside if "absmax" in word}
-    if stored.packed or stored.main.dtype not in ("I8", "U8") or signs & stored.beside.keys():
+    signs = {"SCB", "_scales"} | {word for word in stored.auxiliary if "absmax" in word}
+    if stored.packed or stored.main.dtype not in ("I8", "U8") or signs & stored.auxiliary.keys():
         return None
     return None if group_of(stored) or not stored.scale else Described(stored.main.shape, "int8")
 
@@ -30,7 +30,7 @@ def codes(stored: Tensor) -> NDArray[np.float32]:
 
 
 def decode(stored: Stored) -> Decode | None:
-    if stored.main.dtype != "I8" or not stored.scale or "weight_zero_point" in stored.beside:
+    if stored.main.dtype != "I8" or not stored.scale or "weight_zero_point" in stored.auxiliary:
         return None
     return scaled(stored, stored.main.shape, codes)
 
@@ -44,8 +44,8 @@ def integers(stored: Stored) -> Integers | None:
     columns, every = np.arange(shape[1]) // block[1], np.arange(shape[0])
     scales = scale_rows(stored, shape, block)(every)
     zeros = np.zeros(scales.shape, np.int32)
-    if (points := stored.beside.get("weight_zero_point")) is not None:
-        if points.dtype != "I8" or points.shape != stored.beside["weight_scale"].shape:
+    if (points := stored.auxiliary.get("weight_zero_point")) is not None:
+        if points.dtype != "I8" or points.shape != stored.auxiliary["weight_scale"].shape:
             found = f"{points.dtype} {list(points.shape)}"
             raise ModelError(f"the zero points {points.name} are {found}, not as the scales")
         zeros = zeros + points.numpy().reshape(-1, scales.shape[1])[every // block[0]]
@@ -69,7 +69,7 @@ def encode(name: str, values: NDArray[np.float32]) -> dict[str, NDArray[Any]]:
 
 QUANTIZATION = Quantization(
     detect=lambda settings: settings.get("quant_method") == "int8",
-    beside=("weight_scale", "weight_zero_point", "scale"),
+    auxiliary=("weight_scale", "weight_zero_point", "scale"),
     describe=describe,
     decode=decode,
     integers=integers,

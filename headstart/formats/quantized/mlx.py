@@ -5,7 +5,7 @@ from headstart.formats.quantization import Described, Quantization, Stored, Weig
 
 def describe(stored: Stored) -> Described | None:
     shape, bits = stored.main.shape, bits_of(stored.settings)
-    if stored.main.dtype != "U32" or "scales" not in stored.beside or not shape:
+    if stored.main.dtype != "U32" or "scales" not in stored.auxiliary or not shape:
         return None
     return Described((*shape[:-1], shape[-1] * 32 // bits), f"int{bits} (mlx)")
 
@@ -13,7 +13,7 @@ def describe(stored: Stored) -> Described | None:
 QUANTIZATION = Quantization(
     needs=(("scales",), ("biases",)),
     describe=describe,
-    beside=("scales", "biases"),
+    auxiliary=("scales", "biases"),
     bits=4,
     plans={"mlx4": WeightBytes(0.5625, 0.5625, 0.5625, 0.5625)},
 )

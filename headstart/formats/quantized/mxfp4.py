@@ -20,7 +20,7 @@ BYTES = 0.5 + 1 / 32
 
 def describe(stored: Stored) -> Described | None:
     shape = stored.main.shape
-    if "_scales" in stored.beside and len(shape) > 2:  # [..., groups, 16 bytes]
+    if "_scales" in stored.auxiliary and len(shape) > 2:  # [..., groups, 16 bytes]
         return Described((*shape[:-2], shape[-2] * shape[-1] * 2), "MXFP4")
     return Described(unpacked(shape), "MXFP4") if group_of(stored) == GROUP else None
 
@@ -28,7 +28,7 @@ def describe(stored: Stored) -> Described | None:
 def keep(stored: Stored) -> Kept | None:
     """The weight as ggml's MXFP4. Scales are powers [..., rows, groups]. Codes are [..., rows, groups, 16] bytes in
     gpt-oss's stacks, [..., rows, columns / 2] in other files. None for scales or codes of other dtypes."""
-    main, stacked = stored.main, stored.beside.get("_scales")
+    main, stacked = stored.main, stored.auxiliary.get("_scales")
     scale = stacked or stored.scale
     if scale is None or scale.dtype not in ("U8", "F8_E8M0") or main.dtype not in ("U8", "I8") or len(main.shape) < 2:
         return None
@@ -64,7 +64,7 @@ def decode(stored: Stored) -> Decode | None:
 QUANTIZATION = Quantization(
     detect=lambda settings: settings.get("quant_method") == "mxfp4",
     packed=("weight_packed",),
-    beside=("weight_scale", "scale"),
+    auxiliary=("weight_scale", "scale"),
     after=("_scales",),
     describe=describe,
     decode=decode,

@@ -35,7 +35,7 @@ def check(stored: Stored) -> None:
     if stored.main.dtype == "F4":
         return
     scale, shape = stored.scale, stored.main.shape
-    if not {"weight_scale_2", "weight_global_scale", "_scale_2"} & stored.beside.keys():
+    if not {"weight_scale_2", "weight_global_scale", "_scale_2"} & stored.auxiliary.keys():
         raise ModelError("the scale for the whole tensor is missing")
     if scale is None or scale.dtype != "F8_E4M3" or scale.shape != (*shape[:-1], shape[-1] * 2 // GROUP):
         what = f"{scale.name} is {scale.dtype} {list(scale.shape)}" if scale else "the scales are missing"
@@ -44,9 +44,9 @@ def check(stored: Stored) -> None:
 
 def factors(stored: Stored) -> NDArray[np.float32]:
     """The factors of the FP8 scales: float32 [1], or [stack] for a stack of matrices. Raises ModelError."""
-    divides = "weight_global_scale" in stored.beside
+    divides = "weight_global_scale" in stored.auxiliary
     words = ("weight_global_scale",) if divides else ("weight_scale_2", "_scale_2")
-    scale = next(stored.beside[word] for word in words if word in stored.beside)
+    scale = next(stored.auxiliary[word] for word in words if word in stored.auxiliary)
     found = numbers(scale, stored).reshape(-1)
     if len(found) not in (1, math.prod(stored.main.shape[:-2])):
         raise ModelError(f"{scale.name} {list(scale.shape)} is not a scale for {stored.name} {list(stored.main.shape)}")
@@ -76,7 +76,7 @@ QUANTIZATION = Quantization(
     detect=detect,
     excludes={"modelopt": "ignore"},
     packed=("weight_packed",),
-    beside=("weight_scale", "weight_scale_2", "weight_global_scale"),
+    auxiliary=("weight_scale", "weight_scale_2", "weight_global_scale"),
     after=("_scale_2",),
     check=check,
     describe=describe,

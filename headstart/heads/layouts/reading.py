@@ -69,8 +69,8 @@ def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadC
         drafter.check_target(hidden)
         rows = vocab_size if ids is None else len(ids)
         optional = {"embed_tokens.weight": (vocab_size, hidden), "lm_head.weight": (rows, hidden)}
-        told = {name: shape for name, shape in optional.items() if name in named}
-        check_whole(named, {**head_kind("block").shapes(spec, hidden), **told}, path)
+        optional_shapes = {name: shape for name, shape in optional.items() if name in named}
+        check_whole(named, {**head_kind("block").shapes(spec, hidden), **optional_shapes}, path)
         verifier = (document.get("speculators_config") or {}).get("verifier") or {}
         return HeadCheckpoint(
             spec=spec, hidden_size=hidden, vocab_size=vocab_size, draft_token_ids=ids, tensors=named,
@@ -99,7 +99,7 @@ class _Drafter:
         inner = document.get("transformer_layer_config") or document.get("text_config") or {}
         return cls(kind, document, {**document, **inner}, flash, path)
 
-    def told(self, *keys: str, default: Any = None) -> Any:
+    def value(self, *keys: str, default: Any = None) -> Any:
         """Value of the first of these keys that SECTIONS or else the top level contain."""
         found = (part[key] for key in keys for part in (self.flash, self.inner) if part.get(key) is not None)
         return next(found, default)
@@ -118,12 +118,12 @@ class _Drafter:
     def spec(self, named: Mapping[str, Tensor], vocab_size: int, draft_vocab_size: int) -> HeadSpec:
         """HeadSpec of the config and, for optional parts, of the tensors' presence."""
         for key, values in REFUSED.items():
-            if (value := self.told(key)) is not None and value not in values:
+            if (value := self.value(key)) is not None and value not in values:
                 raise ModelError(f"{self.path}: {key} {value!r} of a {self.kind} drafter is not run here")
         anchor, causal, windows = self._anchor(), self._causal(), self._windows()
         markov, confidence = named.get("markov.out.weight"), named.get("confidence.weight")
         hidden, key = self.number(self.inner, "hidden_size"), "selector_rank" if self.selects else "markov_rank"
-        rank = self.number({key: self.told(key)}, key) if self.selects else self.told(*RANK_KEYS, default=0)
+        rank = self.number({key: self.value(key)}, key) if self.selects else self.value(*RANK_KEYS, default=0)
         if (markov.shape[1] if markov else 0) != rank:
             what = f"of rank {markov.shape[1]}" if markov else "missing"
             of = "selector's" if self.selects else "Markov head's"
@@ -141,15 +141,15 @@ class _Drafter:
                 anchor_predicts=anchor,
                 windows=windows,
                 sinks="layers.0.self_attn.sinks" in named,
-                interleaved=self.told("is_neox_style", default=True) is False,
+                interleaved=self.value("is_neox_style", default=True) is False,
                 mask_embedding="mask_embedding" in named,
                 markov_rank=rank,
-                markov_kind="selector" if self.selects else self.told("markov_head_type", default="vanilla"),
+                markov_kind="selector" if self.selects else self.value("markov_head_type", default="vanilla"),
                 confidence=confidence is not None,
                 confidence_markov=confidence is None or confidence.shape[-1] != hidden,
-                embedding_scale=float(self.told("input_embedding_scale", default=1.0)),
-                logit_scale=float(self.told("logit_scale", "output_multiplier", default=1.0)),
-                logit_softcap=float(self.told("final_logit_softcapping", default=0.0)),
+                embedding_scale=float(self.value("input_embedding_scale", default=1.0)),
+                logit_scale=float(self.value("logit_scale", "output_multiplier", default=1.0)),
+                logit_softcap=float(self.value("final_logit_softcapping", default=0.0)),
                 vocab_size=vocab_size,
                 draft_vocab_size=draft_vocab_size,
                 **(self._convolutions(hidden) if self.selects else {}),
@@ -163,7 +163,7 @@ class _Drafter:
 
     def _convolutions(self, hidden: int) -> dict[str, Any]:
         keys = {"top_k": "selector_top_k", "conv_taps": "conv_kernel_size", "conv_group": "conv_group_size"}
-        sizes = {name: self.number({key: self.told(key)}, key) for name, key in keys.items()}
+        sizes = {name: self.number({key: self.value(key)}, key) for name, key in keys.items()}
         if hidden % sizes["conv_group"]:
             where = self.path / "config.json"
             raise ModelError(f"{where}: conv_group_size {sizes['conv_group']} does not divide hidden_size {hidden}")
@@ -171,14 +171,14 @@ class _Drafter:
 
     def _anchor(self) -> bool:
         """BlockSpec.anchor_predicts."""
-        told = self.told("sample_from_anchor")
-        if told is None and (bonus := self.told("dspark_bonus_anchor")) is not None:
-            told = not bonus
-        return self.kind == "dspark" if told is None else bool(told)
+        from_anchor = self.value("sample_from_anchor")
+        if from_anchor is None and (bonus := self.value("dspark_bonus_anchor")) is not None:
+            from_anchor = not bonus
+        return self.kind == "dspark" if from_anchor is None else bool(from_anchor)
 
     def _drafts(self, anchor: bool) -> int:
         """Number of tokens that one pass drafts: its rows, without the anchor's if that drafts none."""
-        rows = self.told(*BLOCK_KEYS, default=BLOCK if self.speculators else None)
+        rows = self.value(*BLOCK_KEYS, default=BLOCK if self.speculators else None)
         if rows is None:
             raise ModelError(f"{self.path / 'config.json'} has no block_size", "is this a DFlash or DSpark drafter?")
         least = 1 if anchor else 2
@@ -188,7 +188,7 @@ class _Drafter:
         return rows - least + 1
 
     def _mask(self, vocab_size: int) -> int:
-        mask = self.told(*MASK_KEYS)
+        mask = self.value(*MASK_KEYS)
         if type(mask) is not int or not 0 <= mask < vocab_size:
             why = f"must be a token below {vocab_size}, the drafter's vocabulary"
             raise ModelError(f"{self.path / 'config.json'}: mask_token_id is {mask!r}, but {why}")
@@ -199,7 +199,7 @@ class _Drafter:
         if self.speculators:
             ids, first = self.document.get("aux_hidden_state_layer_ids"), 0
         else:
-            ids, first = self.told(*TAP_KEYS), 1
+            ids, first = self.value(*TAP_KEYS), 1
             ids = self._default_taps() if ids is None else ids
         if not isinstance(ids, list) or not ids or not all(type(each) is int for each in ids):
             raise ModelError(f"{self.path / 'config.json'}: the layers that the drafter reads are {ids!r}, not a list")
@@ -214,10 +214,10 @@ class _Drafter:
 
     def _causal(self) -> tuple[bool, bool]:
         """(BlockSpec.causal, BlockSpec.causal_windows)."""
-        told = self.document.get("is_causal")
-        told = self.flash.get("causal") if told is None else told
-        if told is not None:
-            return bool(told), bool(told)
+        causal = self.document.get("is_causal")
+        causal = self.flash.get("causal") if causal is None else causal
+        if causal is not None:
+            return bool(causal), bool(causal)
         if self.speculators:
             both = self.document.get("sliding_window_non_causal")
             return False, not (self.selects if both is None else both)
@@ -239,7 +239,7 @@ class _Drafter:
         """BlockSpec.windows: of each layer; empty if no layer has a window."""
         types = self._types()
         sliding = [each == SLIDING for each in types]
-        if self.told("use_swa") and not any(sliding):
+        if self.value("use_swa") and not any(sliding):
             sliding = [True] * len(types)
         if not any(sliding):
             return ()

@@ -177,12 +177,12 @@ def _dspark(block: BlockSpec) -> dict[str, Any]:
 
 def _causal(block: BlockSpec) -> dict[str, bool]:
     """The key `causal`; empty for the default: causal in layers with a window, bidirectional in others."""
-    told = [block.is_causal(i) for i in range(block.num_layers)]
-    if told == [block.window(i) > 0 for i in range(block.num_layers)]:
+    causal = [block.is_causal(i) for i in range(block.num_layers)]
+    if causal == [block.window(i) > 0 for i in range(block.num_layers)]:
         return {}
-    if len({*told}) > 1:
-        raise ModelError(f"the head's layers differ in causality ({told}): published layouts have one value", HINT)
-    return {"causal": told[0]}
+    if len({*causal}) > 1:
+        raise ModelError(f"the head's layers differ in causality ({causal}): published layouts have one value", HINT)
+    return {"causal": causal[0]}
 
 
 def _outputs(head: HeadCheckpoint) -> list[int]:

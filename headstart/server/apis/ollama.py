@@ -214,8 +214,8 @@ def _options(given: Mapping[str, Any]) -> Json:
 def _messages(messages: list[OllamaMessage] | tuple[()]) -> Iterator[Json]:
     for message in messages:
         functions = (each.function for each in message.tool_calls or ())
-        told = ({"name": each.name, "arguments": each.arguments or {}} for each in functions)
-        calls = [{"type": "function", "function": each} for each in told]
+        functions_called = ({"name": each.name, "arguments": each.arguments or {}} for each in functions)
+        calls = [{"type": "function", "function": each} for each in functions_called]
         yield {
             "role": message.role,
             "content": _content(message.images, message.content or ""),

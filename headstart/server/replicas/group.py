@@ -34,7 +34,7 @@ class ReplicaInfo:
 class ReplicaGroup:
     """All replicas of a server, as their supervisor writes them into a file."""
 
-    room: int  # bytes for the caches of one replica
+    cache_bytes: int  # bytes for the caches of one replica
     router: str  # URL of the router's metrics
     relay: str  # URL of the relay
     token: str  # with which replicas read each other's metrics

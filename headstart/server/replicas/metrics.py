@@ -66,8 +66,8 @@ async def _text(url: str, headers: Mapping[str, str]) -> str:
 
 
 def _group_metrics(group: ReplicaGroup, texts: Mapping[int, str]) -> Iterator[Metric]:
-    up = GaugeMetricFamily("headstart:replica_up", "Does a replica answer?", labels=(ENGINE,))
-    starts = CounterMetricFamily("headstart:replica_starts", "How often a replica was started.", labels=(ENGINE,))
+    up = GaugeMetricFamily("headstart:replica_up", "1 if the replica answers, else 0.", labels=(ENGINE,))
+    starts = CounterMetricFamily("headstart:replica_starts", "Starts of the replica.", labels=(ENGINE,))
     for each in group.replicas:
         up.add_metric([str(each.number)], float(each.number in texts))
         starts.add_metric([str(each.number)], each.starts)

@@ -95,7 +95,7 @@ class Exchange:
     headers: list[tuple[str, str]] = field(default_factory=list)  # sent before the first piece
     num_pieces: int = 0  # pieces of the body that were sent
     num_losses: int = 0  # engines that ended since the record grew last
-    heard: float = field(default_factory=time.monotonic)  # time at which the record grew last
+    grew_at: float = field(default_factory=time.monotonic)  # time at which the record grew last
     waits_since: float = field(default_factory=time.monotonic)  # time of arrival, or of the last loss of an engine
 
     def request(self, token: str) -> bytes:
@@ -283,7 +283,7 @@ class Relay:
             return False
         self.resumed[why], exchange.waits_since = self.resumed[why] + 1, time.monotonic()
         exchange.num_losses += why == "ended"
-        if exchange.num_losses > MAX_LOSSES and time.monotonic() - exchange.heard > MAX_LOSING_S:
+        if exchange.num_losses > MAX_LOSSES and time.monotonic() - exchange.grew_at > MAX_LOSING_S:
             raise GenerationError(f"{exchange.num_losses} engines have ended while they worked on this request")
         return False
 
@@ -301,7 +301,7 @@ class Relay:
                     exchange.status, exchange.headers = status, headers
             elif kind == frames.RECORD:
                 exchange.record += data
-                exchange.num_losses, exchange.heard, exchange.fingerprint = 0, time.monotonic(), fingerprint
+                exchange.num_losses, exchange.grew_at, exchange.fingerprint = 0, time.monotonic(), fingerprint
             elif kind == frames.BODY and is_refused:
                 refusal += data
             elif kind == frames.BODY and known:
@@ -325,7 +325,7 @@ def _message(document: bytes) -> str:
     with suppress(ValueError, TypeError, KeyError):
         error = json.loads(document)["error"]
         return str(error["message"] if isinstance(error, dict) else error)
-    return "another engine does not go on with it"
+    return "another engine refuses to continue it"
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -97,7 +97,7 @@ class RouterProcess:
         while not await self._answers():
             if self.process.returncode is not None:
                 await listening
-                last = next((line for line in reversed(self.last_lines) if line), "without a word")
+                last = next((line for line in reversed(self.last_lines) if line), "no output")
                 raise UsageError(f"{PACKAGE} ended with code {self.process.returncode}: {last[:300]}")
             await asyncio.sleep(0.1)
 

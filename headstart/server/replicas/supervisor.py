@@ -95,7 +95,7 @@ class ReplicaProcess:
         self.state = "ready"
 
     async def is_healthy(self, seconds: float = HEALTH_TIMEOUT_S) -> bool:
-        """Does GET /health succeed in time?"""
+        """Whether GET /health succeeds in time; also reads the fingerprint."""
         response = await send("GET", f"{self.url}/health", seconds)
         if response is None or response.status_code != 200:
             return False
@@ -103,7 +103,7 @@ class ReplicaProcess:
         return True
 
     async def is_idle(self, token: str) -> bool:
-        """Has it no requests? Also True where it does not answer."""
+        """Whether the engine has no requests; True if it does not answer."""
         response = await send("GET", f"{self.url}/metrics", HEALTH_TIMEOUT_S, {OWN_HEADER: token})
         if response is None or response.status_code != 200:
             return True
@@ -160,7 +160,7 @@ class SupervisorSettings:
     port: int
     words: tuple[str, ...]  # command line of `serve`, which replicas get
     shares: tuple[CpuShare, ...]  # one for each replica
-    room: int  # bytes for the caches of one replica
+    cache_bytes: int  # bytes for the caches of one replica
     origins: tuple[str, ...] = ()
     shutdown_timeout: int = 30
     join: str | None = None
@@ -179,8 +179,8 @@ def supervise(settings: SupervisorSettings, sockets: list[socket.socket]) -> int
             ExitStack() as stack,
             asyncio.Runner(loop_factory=uvicorn.Config("", log_config=None).get_loop_factory()) as runner,
         ):
-            inner = [each for _ in settings.shares for each in stack.enter_context(listening(HOST, 0))]
-            return runner.run(ReplicaSupervisor(settings, folder, router, inner).run())
+            relay_sockets = [each for _ in settings.shares for each in stack.enter_context(listening(HOST, 0))]
+            return runner.run(ReplicaSupervisor(settings, folder, router, relay_sockets).run())
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -192,7 +192,7 @@ class ReplicaSupervisor:
     settings: SupervisorSettings
     folder: Path
     router: RouterProcess
-    inner: list[socket.socket]  # of the relay, by number of the replica
+    relay_sockets: list[socket.socket]  # by number of the replica
     children: dict[int, ReplicaProcess] = field(default_factory=dict)  # current process by number
     leaving: set[ReplicaProcess] = field(default_factory=set)  # replaced processes that end their requests
     starts: dict[int, int] = field(default_factory=dict)
@@ -207,13 +207,13 @@ class ReplicaSupervisor:
     _has_router: bool = False
 
     def __post_init__(self) -> None:
-        self.relay = Relay(self.token, [each.getsockname()[1] for each in self.inner], self.children.values)
+        self.relay = Relay(self.token, [each.getsockname()[1] for each in self.relay_sockets], self.children.values)
         self._relay_server = RelayServer(self.relay)
 
     async def run(self) -> int:
         """Run until `stop`; returns the exit code."""
         self._write()
-        relaying = asyncio.create_task(self._relay_server.serve(self.inner))
+        relaying = asyncio.create_task(self._relay_server.serve(self.relay_sockets))
         self._handle_signals()
         try:
             begun = asyncio.create_task(self._begin())
@@ -277,7 +277,7 @@ class ReplicaSupervisor:
         return child
 
     async def _watch(self, child: ReplicaProcess) -> None:
-        """Starts the engine again when it ends unasked."""
+        """Start the engine again when it ends by itself."""
         code = await child.process.wait()
         if self.stopping or child.state == "leaving":
             return
@@ -364,7 +364,7 @@ class ReplicaSupervisor:
             log.info("replica %d is renewed: process %d instead of %d", number, new.process.pid, old.process.pid)
 
     async def _retire(self, old: ReplicaProcess) -> None:
-        """Its requests, where no other engine can go on with them, may take as long as they need."""
+        """End a replaced process. Requests that no other engine can continue have no time limit."""
         logged = time.monotonic()
         await asyncio.sleep(IDLE_POLL_S)  # requests on their way
         while old.is_alive and not await old.is_idle(self.token):
@@ -413,10 +413,10 @@ class ReplicaSupervisor:
     def _write(self) -> None:
         """Write the group's file."""
         self.relay.engines_changed()
-        room, replicas = self.settings.room, tuple(self._info(*each) for each in enumerate(self.settings.shares))
         known = ReplicaGroup(
-            room=room, router=self.router.metrics, relay=self.relay.urls[0], token=self.token, replicas=replicas
-        )
+            cache_bytes=self.settings.cache_bytes, router=self.router.metrics, relay=self.relay.urls[0],
+            token=self.token, replicas=tuple(self._info(*each) for each in enumerate(self.settings.shares)),
+        )  # fmt: skip
         known.write(self.folder)
 
     def _info(self, number: int, share: CpuShare) -> ReplicaInfo:

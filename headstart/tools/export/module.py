@@ -179,20 +179,20 @@ def make_plain(names: Mapping[str, str], weights: Weights, described: bool = Fal
     scales without codes."""
     plain = DequantizedTensors([], [], set(), [])
     for stored in weights.stored.values():
-        main, beside = stored.main, [each for each in stored.beside.values() if each.name in names]
+        main, auxiliary = stored.main, [each for each in stored.auxiliary.values() if each.name in names]
         if main.name not in names or (stored.word in ACTIVATIONS and not described):
             continue
-        kept = described and not any(word.endswith("_scale_inv") for word in stored.beside)
+        kept = described and not any(word.endswith("_scale_inv") for word in stored.auxiliary)
         if not kept and (decode := weights.decode(stored)):
             new = f"{names[main.name].rpartition('.')[0]}.weight" if stored.packed else names[main.name]
             plain.planned.append(planned(new, weights.shape(stored), decode))
             plain.converted.append(main.name)
-            plain.scales |= {each.name for each in stored.beside.values()} - _of_activations(stored.beside)
+            plain.scales |= {each.name for each in stored.auxiliary.values()} - _of_activations(stored.auxiliary)
             continue
         if main.dtype in CODES and not kept:
-            raise ModelError(f"{main.name} is {main.dtype}, but no scales stand beside it", AGAIN)
-        skipped = set() if kept else _of_activations(stored.beside)
-        plain.planned += [copied(names[each.name], each) for each in (main, *beside) if each.name not in skipped]
+            raise ModelError(f"{main.name} is {main.dtype}, but has no scales", AGAIN)
+        skipped = set() if kept else _of_activations(stored.auxiliary)
+        plain.planned += [copied(names[each.name], each) for each in (main, *auxiliary) if each.name not in skipped]
     if not described and (lone := next((name for name in weights.loose if name in names), None)):
         raise ModelError(f"{lone} scales a weight that is not there", AGAIN)
     if dropped := [name for name in names if name.rpartition(".")[2] in ACTIVATIONS and not described]:
@@ -200,5 +200,5 @@ def make_plain(names: Mapping[str, str], weights: Weights, described: bool = Fal
     return plain
 
 
-def _of_activations(beside: Mapping[str, Tensor]) -> set[str]:
-    return {each.name for word, each in beside.items() if word in ACTIVATIONS}
+def _of_activations(auxiliary: Mapping[str, Tensor]) -> set[str]:
+    return {each.name for word, each in auxiliary.items() if word in ACTIVATIONS}

@@ -73,7 +73,7 @@ def run(options: GraftOptions, progress: Progress = no_progress) -> Report:
     data = {"out": str(options.out), "bytes": size, "notes": plan.notes, **plan.data}
     lines = [f"{options.out}: {size / 1e6:.0f} MB, {plan.data['what']}", *(f"note: {note}" for note in plan.notes)]
     if base is not None:
-        wanted = {"verdict": "acceptance not measured, as asked"} if options.no_measure else None
+        wanted = {"verdict": "acceptance not measured (--no-measure)"} if options.no_measure else None
         data["acceptance"] = acceptance = wanted or measure(options.out, progress)
         lines.append(acceptance["verdict"])
         provenance = {**read_object(options.out / PROVENANCE), "acceptance": dict(acceptance)}

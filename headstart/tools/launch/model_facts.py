@@ -115,7 +115,7 @@ def choose_depth(facts: ModelFacts, depth: int | None, drafter: DrafterKind | No
     default. Raises UsageError if the drafter or the modules cannot draft `depth` tokens."""
     if depth is not None:
         _check_depth(facts, depth, drafter)
-        return depth, "as asked"
+        return depth, "set by --depth"
     if drafter is not None and drafter.max_drafts:
         return drafter.max_drafts, f"the tokens that one block of {drafter.block} drafts"
     if drafter is not None and drafter.method == "medusa":

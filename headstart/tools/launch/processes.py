@@ -192,7 +192,7 @@ def start(
     for step, words in commands:
         assert step.port is not None
         check_port_is_free(step.port, host)
-        server = Server(host, step.port, bool(spec.settings.get("ssl_certfile")), api_key=key, trusted=True)
+        server = Server(host, step.port, bool(spec.settings.get("ssl_certfile")), api_key=key, skip_tls_check=True)
         health = "/health" if step.role == "router" else launcher.health
         local = [str(folder / word) if word in files else word for word in words]
         is_alone = step.server == "server"

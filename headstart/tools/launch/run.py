@@ -67,7 +67,7 @@ def check_lines(data: dict[str, Any]) -> list[str]:
         verdict = f"plain decoding: {data['why_depth']}"
     else:
         verdict = f"DRAFTING IS NOT ALIVE: {check['why']}"
-    advice = [f"# even of text that is easy to guess: {check['advice']}"] if check.get("advice") else []
+    advice = [f"# although the warm-up text is easy to predict: {check['advice']}"] if check.get("advice") else []
     return [f"# answered after {data['started_s']} s; log {data['log']}", f"# {verdict}", *advice]
 
 

@@ -48,11 +48,11 @@ SMALLER_STEPS = 4  # colocated machines are also tried with steps of this many t
 MORE_PREFILL_MACHINES = 3  # numbers of prefill machines that are tried, from the fewest on
 MAX_DISAGGREGATED_REQUESTS = 4000  # requests of a simulated run with separate machines
 ASSUMPTIONS = (
-    "a fleet is simulated: Poisson arrivals, lengths evenly between half and one and a half of their means, each "
-    "request to the engine with the fewest, prompts in chunks between decoding steps, no prefix in common, drafts "
-    "right as often as expected",
-    "apart, a prompt is handed over when all of it is computed, over the network that is said (100 Gbit/s a "
-    "machine), to where its last token is computed again; machines that do both may take smaller chunks",
+    "the fleet is simulated: Poisson arrivals; lengths uniform from 0.5 to 1.5 times their means; each request goes to "
+    "the engine with the fewest requests; chunked prefill; no common prefixes; acceptance as assumed",
+    "with prefill and decode on separate machines, the KV cache is sent once a prompt is computed, at 100 Gbit/s per "
+    "machine unless --fleet says otherwise; the decode machine computes the last token again. Combined machines may "
+    "use smaller chunks",
 )
 
 
@@ -61,8 +61,8 @@ class FleetLoad:
     rate: float  # requests/s
     prompt: float  # mean tokens
     output: float  # mean tokens
-    ttft_s: float  # target of the time to first token
-    tpot_s: float  # target of the time per later token
+    ttft_s: float  # largest time to first token, in seconds
+    tpot_s: float  # largest time per later token, in seconds
     share: float = 95.0  # percent of the requests that must meet the targets
     network: float = 100.0  # Gbit/s of each machine, between prefill and decode machines
 

@@ -293,7 +293,7 @@ def _assumptions(drafting: Sequence[roofline.DraftingSetup], machine: Machine, p
     model = drafting[0].model
     experts = any(group.cost.feed_forward.experts for group in model.shape.layers)
     with_it = " with the drafter" if model.weight_bytes()["head"] else ""
-    mixed = ["acceptances of several drafters come from other models and texts: measure yours"]
+    mixed = ["acceptance rates of several drafters were measured on other models and texts: measure your own"]
     costs = [price.source for price in (prices.hour, prices.api) if price and price.source]
     return [
         *model.shape.notes,
@@ -303,10 +303,10 @@ def _assumptions(drafting: Sequence[roofline.DraftingSetup], machine: Machine, p
         *machine.assumptions,
         *(each.note for each in drafting if each.kind != "none"),
         *(mixed if len(drafting) > 1 else []),
-        *(["rows choose experts independently and evenly"] if experts else []),
-        *(["figures of the catalogue are from memory of the documents named"] if machine.name != HERE else []),
-        "a step is one pass over depth + 1 rows of every sequence, the drafter's own passes, and the engine's own "
-        "time; prompts in between are not counted",
+        *(["each row chooses its experts independently, all experts equally often"] if experts else []),
+        *(["the catalogue's figures were written from memory of the named documents"] if machine.name != HERE else []),
+        "a step is one pass over depth + 1 rows of every sequence, the drafter's passes, and the engine's host time; "
+        "prefill of other requests is not counted",
         f"{USABLE:.0%} of the memory is for weights, activations of the largest pass, and caches",
         *costs,
     ]

@@ -153,7 +153,7 @@ def _from_metrics(counters: EngineCounters) -> DraftingVerdict:
         said += "" if length is None else f", acceptance length {length:.2f}"
     elif counters.known:
         confidence, said = 0.97, "metrics count drafts, and there were none"
-    elif not counters.always_there:
+    elif not counters.exist_without_drafting:
         confidence, said = 0.95, "metrics have nothing on drafts, as without speculation"
     else:
         return DraftingVerdict(answer="unknown", source="metrics")

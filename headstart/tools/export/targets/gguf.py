@@ -62,7 +62,7 @@ def plan(request: Request) -> Plan:
     if request.has_own_head:
         return _eagle3(request.source("eagle3"))
     path = hub.resolve(request.model)
-    return _converted(open_directory(request.model)) if path.is_dir() else _cut(path)
+    return _converted(open_directory(request.model)) if path.is_dir() else _copied(path)
 
 
 def _converted(source: Checkpoint) -> Plan:
@@ -87,7 +87,7 @@ def _write_converted(source: Checkpoint, model: HeadModel, target: Path, wrote: 
     from gguf import GGMLQuantizationType, GGUFWriter
 
     writer = GGUFWriter(target, arch=model.architecture.architecture)
-    _introduce(writer, f"MTP head of {source.title}")
+    _add_header(writer, f"MTP head of {source.title}")
     for key, (value, kind) in model.metadata.items():
         getattr(writer, f"add_{kind}")(key, value)
     _add_tokenizer(source, model, writer)
@@ -98,7 +98,7 @@ def _write_converted(source: Checkpoint, model: HeadModel, target: Path, wrote: 
     _write_tensors(writer, (each.array() for each in model.tensors), wrote)
 
 
-def _introduce(writer: Any, name: str) -> None:
+def _add_header(writer: Any, name: str) -> None:
     from gguf import LlamaFileType
     from gguf.constants import GGML_QUANT_VERSION
 
@@ -117,7 +117,7 @@ def _add_tokenizer(source: Checkpoint, model: HeadModel, writer: Any) -> None:
     added = {int(each["id"]): each for each in document.get("added_tokens") or []}
     vocabulary |= {number: str(each["content"]) for number, each in added.items()}
     size = int(text_config(source.config)["vocab_size"])
-    kinds = {number: _kind(each) for number, each in added.items()}
+    kinds = {number: _token_type(each) for number, each in added.items()}
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(model.architecture.pre_tokenizer)
     writer.add_token_list([vocabulary.get(number, f"[PAD{number}]") for number in range(size)])
@@ -129,14 +129,14 @@ def _add_tokenizer(source: Checkpoint, model: HeadModel, writer: Any) -> None:
     special.add_to_gguf(writer, quiet=True)
 
 
-def _kind(added: Mapping[str, Any]) -> int:
+def _token_type(added: Mapping[str, Any]) -> int:
     from gguf import TokenType
 
     marked = re.fullmatch(r"<[|\uff5c].*[|\uff5c]>", str(added["content"])) is not None
     return int(TokenType.CONTROL if added.get("special") or marked else TokenType.USER_DEFINED)
 
 
-def _cut(path: Path) -> Plan:
+def _copied(path: Path) -> Plan:
     file = read(path)
     architecture = str(file.metadata.get("general.architecture"))
     heads = int(file.metadata.get(f"{architecture}.nextn_predict_layers") or 0)
@@ -155,7 +155,7 @@ def _cut(path: Path) -> Plan:
     made = f"mtp-{path.name}"
     plan = Plan(use=MTP % made, data={"architecture": architecture, "tensors": len(names)})
     plan.other_bytes = sum(file.tensors[name].nbytes for name in names)
-    plan.writers[made] = partial(_write_cut, path, frozenset(names))
+    plan.writers[made] = partial(_write_copied, path, frozenset(names))
     return plan
 
 
@@ -164,7 +164,7 @@ def _block(name: str) -> int:
     return int(match[1]) if match else -1
 
 
-def _write_cut(source: Path, names: frozenset[str], target: Path, wrote: Wrote) -> None:
+def _write_copied(source: Path, names: frozenset[str], target: Path, wrote: Wrote) -> None:
     from gguf import GGUFReader, GGUFWriter
 
     reader = GGUFReader(source)
@@ -259,7 +259,7 @@ def _describe(source: Source, writer: Any) -> None:
     head, (mixer, mlp) = source.head, plain_parts(source.head.spec.layer)
     attention = mixer.spec
     assert mixer.rope and head.spec.layer
-    _introduce(writer, f"EAGLE-3 head of {source.name}")
+    _add_header(writer, f"EAGLE-3 head of {source.name}")
     writer.add_block_count(1)
     writer.add_context_length(source.sizes.max_length)
     writer.add_embedding_length(head.hidden_size)

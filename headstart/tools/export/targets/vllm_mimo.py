@@ -67,7 +67,7 @@ def check(source: Source) -> None:
     ]
     for holds, what in wrong:
         if holds:
-            raise ModelError(f"{source.name} cannot be written as MiMo: {what}", "its formula has no place for that")
+            raise ModelError(f"{source.name} cannot be written as MiMo: {what}", "choose another layout with --to")
 
 
 def _is_qwen2s(layer: LayerConfig) -> bool:

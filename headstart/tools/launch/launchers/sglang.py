@@ -105,7 +105,7 @@ class Sglang(EngineLauncher, data="sglang.json"):
 
     def modernize(self, line: CommandLine, version: Version) -> None:
         line.rename("--speculative-algo", "--speculative-algorithm")
-        line.rename("--speculative-draft", "--speculative-draft-model-path")  # once the only flag that began so
+        line.rename("--speculative-draft", "--speculative-draft-model-path")  # abbreviated
         line.rename_value("--speculative-algorithm", {"MTP": "NEXTN", "LOOKAHEAD": "NGRAM"})
         line.drop_variable("SGLANG_ENABLE_SPEC_V2", "there is one way to draft now")
         for old, (flag, value) in self.replaced.items():
