@@ -5,6 +5,7 @@ import pytest
 
 from headstart.config import EngineConfig, config_fields, flag_of, parse_speculative_config
 from headstart.errors import UsageError
+from headstart.files import read_text
 
 
 def test_every_field_has_a_default_a_flag_and_a_doc() -> None:
@@ -87,3 +88,10 @@ def test_any_value_is_taken_or_refused(name: str) -> None:
 def test_any_text_for_a_speculative_config(text: str) -> None:
     with pytest.raises(UsageError, match="--speculative-config"):
         parse_speculative_config(text)
+
+
+def test_files_may_be_named_from_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "text.txt").write_text("a text")
+    EngineConfig(mmproj="~/text.txt", lookup_corpus="~/text.txt")
+    assert read_text("~/text.txt", "") == "a text"

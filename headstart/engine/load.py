@@ -269,7 +269,7 @@ def load_model(
     else:
         backend = open_backend(config, checkpoint.files)
         if backend.runs_on == "cpu" and config.rounding is None:
-            check_room(checkpoint)
+            check_memory(checkpoint)
     if isinstance(backend, SharesThreads) and neighbour is not None:
         backend.share_threads(neighbour)
     heads = usable_heads(checkpoint)
@@ -316,7 +316,7 @@ def fits_memory(checkpoint: Checkpoint) -> bool:
     return MEMORY_FACTOR * size + MEMORY_EXTRA < machine.memory().available
 
 
-def check_room(checkpoint: Checkpoint) -> None:
+def check_memory(checkpoint: Checkpoint) -> None:
     """Raises CapacityError if the weights exceed this machine's memory after those without a kernel for their type are
     converted to float32."""
     types, size = widened(checkpoint.tensors.values())

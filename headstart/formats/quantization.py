@@ -153,7 +153,7 @@ def declared_name(config: Mapping[str, Any]) -> str:
     return next((name for name, each in quantizations().items() if each is found), "").replace("_", "-")
 
 
-class Weights:
+class StoredWeights:
     """Groups the tensors of a checkpoint by weight. `stored`: weight name -> Stored. `loose`: names of tensors that by
     their name belong to a weight that is missing."""
 
@@ -287,7 +287,7 @@ class Weights:
 
 class WeightHeader(NamedTuple):
     """Facts from the headers of one weight. `shape`: None if the headers do not tell it. `nbytes`: with scales.
-    `problem`: see `Weights.problem`."""
+    `problem`: see `StoredWeights.problem`."""
 
     shape: Shape | None
     kind: str
@@ -302,7 +302,7 @@ _TABLES = ("BOOL", "I64", "I32", "I16")  # dtypes of masks and token ids, which 
 
 def weight_headers(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, WeightHeader]:
     """Weight name -> facts from the headers. Names and shapes are those of the unpacked weights."""
-    weights = Weights(tensors, config)
+    weights = StoredWeights(tensors, config)
     described = {}
     for name, stored in weights.stored.items():
         main, (_, (shape, kind)) = stored.main, weights.look(stored)
@@ -324,7 +324,7 @@ def _kind_of(stored: Stored) -> tuple[Any, ...]:
 def readable(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Any]:
     """RawTensors of a checkpoint by name: each quantized weight and its scales become one. Raises ModelError for a
     weight or quantization_config that is unknown or cannot be read."""
-    weights = Weights(tensors, config)
+    weights = StoredWeights(tensors, config)
     method = weights.settings.get("quant_method")
     if method and declared(config) is None:
         known = ", ".join(name for name, each in quantizations().items() if not each.types)

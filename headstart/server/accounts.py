@@ -139,7 +139,7 @@ class Account:
         self._take("requests", 1)
         self._take("tokens", prompt_tokens)
 
-    def wrote(self, tokens: int) -> None:
+    def charge_output(self, tokens: int) -> None:
         """Charge the output tokens of a request that has ended."""
         self.generated_tokens += tokens
         self._take("tokens", tokens)
@@ -224,7 +224,7 @@ class Accounts:
         """The account of that name; for unknown names the account of callers without a key."""
         return self._by_name.get(name, self._open)
 
-    def check_room(self, account: Account, count: int, free: int, seconds: float) -> None:
+    def check_queue_share(self, account: Account, count: int, free: int, seconds: float) -> None:
         """Raise LimitError if the account may not take `count` of the `free` queue places. With several keys, one key
         leaves some places to the others. `seconds`: time after which the client should try again."""
         if len(self._keyed) > 1 and account.held and account.held + count > PLACES_PER_FREE_PLACE * (free - count):

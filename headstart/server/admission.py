@@ -31,7 +31,7 @@ class Admission:
         taken, account = self.num_in_flight + self.num_preparing, self.accounts.named(owner)
         self._check_free(count, taken)
         account.check()
-        self.accounts.check_room(account, count, self.max_choices - taken, self._seconds_until_free(count))
+        self.accounts.check_queue_share(account, count, self.max_choices - taken, self._seconds_until_free(count))
         self.num_preparing += count
         account.held += count
         try:
@@ -58,7 +58,7 @@ class Admission:
             self._ends.extend([time.perf_counter()] * request.params.n)
             account = self.accounts.named(request.owner)
             account.held -= request.params.n
-            account.wrote(stream.num_written(request) if stream else 0)
+            account.charge_output(stream.num_written(request) if stream else 0)
 
     @contextmanager
     def hold(self) -> Iterator[None]:

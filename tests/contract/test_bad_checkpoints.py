@@ -87,17 +87,17 @@ CASES = {
     "no family": Bad("qwen3", "names no model_type", {"model_type": None}),
     "a family nobody knows": Bad("qwen3", "unknown model family 'qwen33'", {"model_type": "qwen33"}),
     "AWQ": Bad(
-        "qwen3", "no scales stands beside it", {"quantization_config": {"quant_method": "awq"}},
+        "qwen3", "has no scales", {"quantization_config": {"quant_method": "awq"}},
         renamed("q_proj.weight", "q_proj.qweight")),
     "GPTQ": Bad(
-        "glm4_moe", "no scales stands beside it", {"quantization_config": {"quant_method": "gptq"}},
+        "glm4_moe", "has no scales", {"quantization_config": {"quant_method": "gptq"}},
         renamed("q_proj.weight", "q_proj.qweight")),
     "bitsandbytes": Bad(
         "llama", "quantized as bitsandbytes", {"quantization_config": {"quant_method": "bitsandbytes"}},
         renamed("q_proj.weight", "q_proj.weight.absmax")),
     "a quantization nobody knows": Bad(
         "llama", "names 'octal', which is unknown", {"quantization_config": {"quant_method": "octal"}}),
-    "codes without scales": Bad("llama", "no scales stand beside it", change=as_codes("layers.0.mlp.up_proj.weight")),
+    "codes without scales": Bad("llama", "has no scales", change=as_codes("layers.0.mlp.up_proj.weight")),
     "scales beside plain weights": Bad(
         "qwen2", "is F32, but has scales model.layers.0.mlp.up_proj.weight_scale",
         change=lambda arrays: arrays.update({"model.layers.0.mlp.up_proj.weight_scale": np.ones(1, np.float32)})),
@@ -124,7 +124,7 @@ CASES = {
     "a size that is a word": Bad("deepseek_v3", "is missing or not a number", {"moe_intermediate_size": "wide"}),
     "no size": Bad("deepseek_v3", "is missing or not a number", {"kv_lora_rank": None}),
     "a packing without scales": Bad(
-        "glm4_moe", "no weight_scale stands beside it", {"quantization_config": {"quant_method": "compressed-tensors"}},
+        "glm4_moe", "has no weight_scale", {"quantization_config": {"quant_method": "compressed-tensors"}},
         renamed("layers.0.mlp.up_proj.weight", "layers.0.mlp.up_proj.weight_packed")),
     "another number of value heads": Bad(
         "qwen3_5", "in_proj_a.weight has shape (6, 48), but the config implies (4, 48)", {"linear_num_value_heads": 4}

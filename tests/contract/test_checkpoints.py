@@ -157,7 +157,7 @@ def test_fp8_blocks(tiny: tuple[dict[str, Any], Arrays], tmp_path: Path, monkeyp
 
     bare = {name: each for name, each in quantized.items() if not name.endswith("o_proj.weight_scale_inv")}
     save(folder / "model.safetensors", bare)
-    with pytest.raises(ModelError, match=r"o_proj\.weight is F8_E4M3, but no scales stand beside it"):
+    with pytest.raises(ModelError, match=r"o_proj\.weight is F8_E4M3, but has no scales"):
         model_at(folder)
 
 

@@ -116,10 +116,10 @@ def test_a_machine_that_cannot_hold_what_becomes_float32(tmp_path: Path, monkeyp
     path = model_file(tmp_path / "m.gguf", Kind.IQ2_XXS)
     lines = run(InspectOptions(model=str(path))).lines
     assert "  IQ2_XXS become float32 in memory: 0.0 GB, or 0.0 with --quantization int4" in lines
-    load.check_room(open_checkpoint(path))
+    load.check_memory(open_checkpoint(path))
     monkeypatch.setattr(machine, "memory", lambda: machine.Memory(1 << 40, 1 << 30, 4 * 256 * 256 - 1))
     with pytest.raises(CapacityError, match="IQ2_XXS become float32 in memory") as caught:
-        load.check_room(open_checkpoint(path))
+        load.check_memory(open_checkpoint(path))
     assert caught.value.hint.startswith("--quantization int4 rounds them to 0.0 GB")
 
 

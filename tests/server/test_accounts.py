@@ -63,7 +63,7 @@ def test_requests_a_minute(clock: list[float]) -> None:
 def test_tokens_are_those_of_prompts_and_of_what_was_written(clock: list[float]) -> None:
     found = account(tokens_per_minute=100, tokens_per_day=1000)
     found.begin(60)
-    found.wrote(70)  # a text goes on, however little is left
+    found.charge_output(70)  # a text goes on, however little is left
     with pytest.raises(LimitError, match="no tokens left"):
         found.check()
     assert found.headers()["x-ratelimit-remaining-tokens"] == "0"
@@ -105,17 +105,17 @@ def test_no_key_takes_all_places_of_the_queue() -> None:
     room = 48
     while True:
         try:
-            both.check_room(greedy, 1, room - greedy.held, 2.0)
+            both.check_queue_share(greedy, 1, room - greedy.held, 2.0)
         except LimitError as refused:
             assert refused.seconds == 2
             break
         greedy.held += 1
     assert 36 <= greedy.held <= 40
-    both.check_room(other, 8, room - greedy.held, 2.0)
+    both.check_queue_share(other, 8, room - greedy.held, 2.0)
     alone = Accounts.of(["one"], None)
     (only,) = alone
     only.held = 47
-    alone.check_room(only, 1, 1, 2.0)
+    alone.check_queue_share(only, 1, 1, 2.0)
 
 
 def test_keys_are_found_by_hash(tmp_path: Path) -> None:

@@ -55,7 +55,7 @@ class RefusedError(Exception):
         self.status = status
 
 
-class Engine(Protocol):
+class ReplicaEngine(Protocol):
     """A replica's process."""
 
     number: int
@@ -71,7 +71,7 @@ class Engine(Protocol):
 class Upstream:
     """One request at an engine."""
 
-    engine: Engine
+    engine: ReplicaEngine
     writer: asyncio.StreamWriter
     why: Why = "ended"  # reason if the connection ends before the response
 
@@ -160,7 +160,7 @@ def error_event(path: str, media_type: str, message: str, status: int) -> bytes:
 class Relay:
     """The ASGI application. `engines`: the current engine of each replica."""
 
-    def __init__(self, token: str, ports: list[int], engines: Callable[[], Collection[Engine]]) -> None:
+    def __init__(self, token: str, ports: list[int], engines: Callable[[], Collection[ReplicaEngine]]) -> None:
         """ports: the relay's port for each replica, by the replica's number."""
         self.token, self.ports, self._engines = token, ports, engines
         self.resumed = Counter[Why]()
@@ -178,7 +178,7 @@ class Relay:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def give_up(self, engine: Engine, why: Why) -> None:
+    def give_up(self, engine: ReplicaEngine, why: Why) -> None:
         """Move the requests of an engine to others that can continue them, if there are any."""
         if any(_can_serve(other, engine.fingerprint) for other in self._engines() if other is not engine):
             for upstream in [each for each in self._upstreams if each.engine is engine]:
@@ -227,7 +227,7 @@ class Relay:
 
     async def _answer(self, exchange: Exchange) -> None:
         """Ask engines until the whole response is sent."""
-        engine: Engine | None = None
+        engine: ReplicaEngine | None = None
         while True:
             try:
                 engine = await self._choose(exchange, engine)
@@ -242,7 +242,7 @@ class Relay:
                 return
             await asyncio.sleep(RETRY_S)
 
-    async def _choose(self, exchange: Exchange, last: Engine | None) -> Engine:
+    async def _choose(self, exchange: Exchange, last: ReplicaEngine | None) -> ReplicaEngine:
         """The engine of the request's replica, else the least busy; the last one only if there is no other. Raises
         BusyError if no engine can serve in time, GenerationError if no engine can continue the text."""
         number, deadline = self.ports.index(exchange.scope["server"][1]), exchange.waits_since + WAIT_S
@@ -262,7 +262,7 @@ class Relay:
                 await asyncio.wait_for(changed.wait(), deadline - time.monotonic())
         raise BusyError(f"no engine has answered within {WAIT_S:g} s", "see the server's log")
 
-    async def _read(self, exchange: Exchange, engine: Engine) -> bool:
+    async def _read(self, exchange: Exchange, engine: ReplicaEngine) -> bool:
         """Send the response of an engine to the client. False: the engine is lost. Raises RefusedError, and
         GenerationError if the request seems to crash engines."""
         upstream: Upstream | None = None
@@ -316,7 +316,7 @@ class Relay:
                 return
 
 
-def _can_serve(engine: Engine, fingerprint: str) -> bool:
+def _can_serve(engine: ReplicaEngine, fingerprint: str) -> bool:
     return engine.is_ready and not engine.is_silent and fingerprint in ("", engine.fingerprint)
 
 

@@ -17,7 +17,7 @@ from headstart.heads.published import Arrays
 from headstart.kernels.ops import RawTensor
 from headstart.tools.export.module import architectures
 from headstart.tools.export.plan import Plan, single_file, vllm_use
-from headstart.tools.export.source import Export, Source
+from headstart.tools.export.source import Export, ExportSource
 
 Write = Callable[[HeadCheckpoint, Arrays], Written]
 
@@ -27,7 +27,7 @@ def block_export(write: Write, method: str) -> Export:
     return lambda request: block_plan(request.source("block"), write, vllm_use(method, "DEPTH"))
 
 
-def block_plan(source: Source, write: Write, use: str) -> Plan:
+def block_plan(source: ExportSource, write: Write, use: str) -> Plan:
     """Plans a directory in bfloat16. Raises ModelError for another kind of head, or a feature that the layout lacks."""
     block, trunk = source.head.spec.block, source.checkpoint.path
     if block is None:
@@ -47,7 +47,7 @@ def block_plan(source: Source, write: Write, use: str) -> Plan:
     return plan
 
 
-def _tensors(source: Source, block: BlockSpec) -> dict[str, Any]:
+def _tensors(source: ExportSource, block: BlockSpec) -> dict[str, Any]:
     """Returns `head_tensors`, and the trunk's whole embedding if the mask token has its own vector, which is put into
     the mask's row."""
     tensors: dict[str, Any] = source.head_tensors

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from headstart.errors import ModelError
 from headstart.formats.base import Checkpoint, Tensor, strip_wrapper
-from headstart.formats.quantization import ACTIVATIONS, AGAIN, Weights, planned
+from headstart.formats.quantization import ACTIVATIONS, AGAIN, StoredWeights, planned
 from headstart.formats.safetensors import Planned, copied
 from headstart.formats.sizes import Sizes, as_size, lookup, text_config
 from headstart.models.base import Family
@@ -111,7 +111,7 @@ def count_modules(place: ModulePlace, *, several: bool = False) -> int:
     return count
 
 
-class MTPModule(NamedTuple):
+class ModuleTensors(NamedTuple):
     """The tensors of a module: `tensors` by the checkpoint's names, `planned` with new names and types."""
 
     tensors: Mapping[str, Tensor]
@@ -121,7 +121,7 @@ class MTPModule(NamedTuple):
 
 def cut_module(
     source: Checkpoint, place: ModulePlace, rename: Callable[[str], str | None] | None = None, *, modules: int = 1
-) -> MTPModule:
+) -> ModuleTensors:
     """Returns the tensors of `modules` MTP modules, dequantized. `rename` gives the new name of a tensor, or None to
     leave it out; without `rename`, only the modules' tensors are taken, under their old names. Raises ModelError for
     an incomplete module."""
@@ -131,7 +131,7 @@ def cut_module(
     if not own:
         under = f"model.{place.prefix}" if place.trailing else place.prefix
         raise ModelError(f"{source.name} holds no tensors under {under}", "headstart inspect says which are there")
-    weights = Weights(source.tensors, source.config)
+    weights = StoredWeights(source.tensors, source.config)
     _check_whole(source, place, {stored.name for stored in weights.stored.values() if stored.main.name in own}, modules)
     taken = Counter(names.values())  # if both have a tensor of one name, the module's replaces the trunk's
     borrowed = [name for name in names if not re.search(r"\.layers\.\d+\.", name)]
@@ -143,7 +143,7 @@ def cut_module(
     if plain.converted and not (known and all(name.endswith("_scale_inv") for name in plain.scales)):
         turned = f"{len(plain.converted)} quantized tensors were converted to bfloat16"
         plain.notes.append(f"{turned}; export_mtp.py copies them without their scales")
-    return MTPModule({name: source.tensors[name] for name in names}, plain.planned, plain.notes)
+    return ModuleTensors({name: source.tensors[name] for name in names}, plain.planned, plain.notes)
 
 
 def _check_whole(source: Checkpoint, place: ModulePlace, names: set[str], modules: int) -> None:
@@ -173,7 +173,7 @@ class DequantizedTensors:
     notes: list[str]
 
 
-def make_plain(names: Mapping[str, str], weights: Weights, described: bool = False) -> DequantizedTensors:
+def make_plain(names: Mapping[str, str], weights: StoredWeights, described: bool = False) -> DequantizedTensors:
     """Plans the tensors of `names` (name -> new name), dequantized. `described`: DESCRIPTION explains the quantized
     tensors, which stay as they are, with scales. Raises ModelError for unknown packings, codes without scales and
     scales without codes."""

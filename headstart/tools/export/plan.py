@@ -136,7 +136,7 @@ def carry_out(plan: Plan, out: Path, progress: Progress) -> int:
     CapacityError if it cannot be written."""
     check_replaced(plan, out)
     nbytes = plan.nbytes(out)
-    check_room(out, nbytes)
+    check_disk_space(out, nbytes)
     with atomic_folder(out) as aside:
         meter = _Meter(progress, nbytes)
         for name, text in plan.texts.items():
@@ -190,7 +190,7 @@ def _existing(out: Path) -> Path:
     return next(folder for folder in out.absolute().parents if folder.exists())
 
 
-def check_room(out: Path, nbytes: int) -> None:
+def check_disk_space(out: Path, nbytes: int) -> None:
     total, _, free = shutil.disk_usage(_existing(out))
     if total and free < nbytes:
         raise CapacityError(f"{out} needs {nbytes / 1e6:,.1f} MB, but {free / 1e6:,.1f} MB are free", "make room")

@@ -7,7 +7,7 @@ from headstart import registry
 from headstart.core import Progress, Report, no_progress
 from headstart.errors import UsageError
 from headstart.tools.export.plan import carry_out, check_target
-from headstart.tools.export.source import Export, Request
+from headstart.tools.export.source import Export, ExportRequest
 
 DEFAULT = "xllm"
 
@@ -30,7 +30,7 @@ def run(options: ExportOptions, progress: Progress = no_progress) -> Report:
     export: Export = registry.find("exports", options.to).EXPORT
     if options.model_type is not None and options.to != DEFAULT:
         raise UsageError(f"--model-type goes with --to {DEFAULT} only", "leave it out")
-    request = Request(options.model, options.head, options.model_type)
+    request = ExportRequest(options.model, options.head, options.model_type)
     check_target(options.out, options.force)
     sources = [request.alias.trunk, request.head or request.alias.head()]
     check_target(options.out, True, [each for each in sources if each])

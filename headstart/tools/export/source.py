@@ -64,7 +64,7 @@ def other_weights(folder: Path) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Source:
+class ExportSource:
     name: str
     checkpoint: Checkpoint
     sizes: DecoderConfig
@@ -83,7 +83,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Request:
+class ExportRequest:
     """The user's model and head. `directory` and `source` read them in two ways; both raise ModelError."""
 
     model: str | None
@@ -108,7 +108,7 @@ class Request:
             raise ModelError(f"the head of {self.alias.name} {what}", hint)
         return open_directory(self.model)
 
-    def source(self, kind: str) -> Source:
+    def source(self, kind: str) -> ExportSource:
         """Returns trunk and separate head as arrays; of several shipped heads the one of this kind."""
         head = self.head or self.alias.head(kind)
         if head is None:
@@ -117,14 +117,14 @@ class Request:
         family = find_family(checkpoint)
         sizes = family.read(checkpoint.config, strict=False)
         tensors = canonical_tensors(checkpoint, family, sizes)
-        return Source(self.alias.name, checkpoint, sizes, tensors, read_head(head), head)
+        return ExportSource(self.alias.name, checkpoint, sizes, tensors, read_head(head), head)
 
 
-Export = Callable[[Request], Plan]
+Export = Callable[[ExportRequest], Plan]
 """Type of a target's `EXPORT`: makes the complete, checked plan. Raises UsageError or ModelError."""
 
 
-def text_side(source: Source) -> dict[str, str]:
+def text_side(source: ExportSource) -> dict[str, str]:
     """Returns {file name: text} of tokenizer and chat template, from a directory or a GGUF file's metadata."""
     folder = source.checkpoint.path
     if folder.is_dir():

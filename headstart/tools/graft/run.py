@@ -19,7 +19,7 @@ from headstart.files import write_atomic
 from headstart.formats import open_checkpoint
 from headstart.formats.base import Checkpoint, Tensor
 from headstart.formats.json_object import read_object
-from headstart.formats.quantization import Weights, settings_of
+from headstart.formats.quantization import StoredWeights, settings_of
 from headstart.formats.safetensors import Planned, copied
 from headstart.formats.safetensors_file import INDEX
 from headstart.models.families import is_known
@@ -131,7 +131,7 @@ def _head(
 ) -> tuple[list[Planned], dict[str, Any], list[str]]:
     tensors = base.tensors
     config = with_keys(target.config, keys_for(target.config, base.config))
-    weights = Weights(tensors, base.config)
+    weights = StoredWeights(tensors, base.config)
     head = [stored for stored in weights.stored.values() if stored.main.name in new]
     quantized = any(weights.look(stored)[0] or stored.main.dtype in CODES for stored in head)
     if quantized and _alike(settings_of(target.config), settings_of(base.config)):
@@ -263,7 +263,7 @@ BESIDE = 400_000_000  # bytes that a process needs in addition to weights
 def memory_needed(model: Path) -> int:
     """Returns roughly the bytes needed to load a checkpoint: quantized weights become bfloat16."""
     checkpoint = open_checkpoint(model)
-    weights = Weights(checkpoint.tensors, checkpoint.config)
+    weights = StoredWeights(checkpoint.tensors, checkpoint.config)
     plain = [(weights.look(stored), stored.main) for stored in weights.stored.values()]
     sizes = [2 * math.prod(look.shape or (2 * main.nbytes,)) if kind else main.nbytes for (kind, look), main in plain]
     return BESIDE + sum(sizes)

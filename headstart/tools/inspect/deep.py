@@ -215,7 +215,7 @@ SHARE, ERRORS = 0.05, 3.0
 """Required gain in acceptance length of another setting: relative, and in standard errors of the difference."""
 
 
-class Reading(NamedTuple):
+class BlockReading(NamedTuple):
     """Another way to interpret a block drafter's weights."""
 
     what: str  # description, such as "a RoPE that is interleaved"
@@ -223,15 +223,15 @@ class Reading(NamedTuple):
     spec: HeadSpec
 
 
-def other_readings(spec: HeadSpec, num_layers: int, *, ours: bool = False) -> Iterator[Reading]:
+def other_readings(spec: HeadSpec, num_layers: int, *, ours: bool = False) -> Iterator[BlockReading]:
     """Yields other settings of a block drafter on a trunk of `num_layers`; none for other heads. `ours`: config.json is
     in headstart's format, which decides the spelling of `fix`."""
     block, taps = spec.block, tapped_layers(spec.tap)
     if block is None:
         return
 
-    def made(what: str, fix: str, **changes: Any) -> Reading:
-        return Reading(what, fix, replace(spec, block=replace(block, **changes)))
+    def made(what: str, fix: str, **changes: Any) -> BlockReading:
+        return BlockReading(what, fix, replace(spec, block=replace(block, **changes)))
 
     style = "half-split" if block.interleaved else "interleaved"
     rope = json.dumps({"interleaved": not block.interleaved} if ours else {"is_neox_style": block.interleaved})[1:-1]
@@ -244,7 +244,7 @@ def other_readings(spec: HeadSpec, num_layers: int, *, ours: bool = False) -> It
         moved = tuple(layer + step for layer in taps)
         if moved[0] >= 0 and moved[-1] < num_layers:
             what = f"layer ids that are one {'higher' if step == 1 else 'lower'}"
-            yield Reading(what, f"add {step} to each of its layer ids", replace(spec, tap=moved))
+            yield BlockReading(what, f"add {step} to each of its layer ids", replace(spec, tap=moved))
     rows = block.rows_for(block.block_size)
     if drafts := min(rows - block.anchor_predicts, MAX_DEPTH):
         anchor = not block.anchor_predicts

@@ -116,7 +116,7 @@ class FitCheck:
 
 
 @dataclass(frozen=True)
-class Drafter:
+class DrafterReport:
     """A separate drafter checkpoint. A size is None if the config does not give it."""
 
     format: DrafterFormat
@@ -139,7 +139,9 @@ class Drafter:
         return {**sizes, "modules": [asdict(module) for module in self.modules]}
 
 
-def describe_drafter(checkpoint: Checkpoint, weights: Mapping[str, WeightHeader], published: DrafterFormat) -> Drafter:
+def describe_drafter(
+    checkpoint: Checkpoint, weights: Mapping[str, WeightHeader], published: DrafterFormat
+) -> DrafterReport:
     if published is OWN:
         return _own(checkpoint, weights)
     sizes = Sizes(checkpoint.config)
@@ -149,7 +151,7 @@ def describe_drafter(checkpoint: Checkpoint, weights: Mapping[str, WeightHeader]
         asked = f"{count} layers or heads of a {published.title} drafter"
         raise ModelError(f"{checkpoint.name}: config.json asks for {asked}")
     mask, verifier = names.get("t2d"), lookup(checkpoint.config, "speculators_config.verifier.name_or_path")
-    return Drafter(
+    return DrafterReport(
         format=published, kind=published.key, title=published.title, hidden_size=sizes.get("hidden"),
         target_hidden_size=_target_width(sizes, names) if published.aux else sizes.get("target_hidden"),
         vocab_size=(mask.shape[0] if mask and mask.shape else None) or sizes.get("vocabulary"),
@@ -231,7 +233,7 @@ def _target_width(sizes: Sizes, names: Mapping[str, WeightHeader]) -> int | None
     return sizes.get("target_hidden")
 
 
-def _own(checkpoint: Checkpoint, weights: Mapping[str, WeightHeader]) -> Drafter:
+def _own(checkpoint: Checkpoint, weights: Mapping[str, WeightHeader]) -> DrafterReport:
     from headstart.heads.files import spec_of  # it needs more than headers do
     from headstart.heads.kind import head_kind
 
@@ -244,7 +246,7 @@ def _own(checkpoint: Checkpoint, weights: Mapping[str, WeightHeader]) -> Drafter
         raise ModelError(f"{checkpoint.name}: config.json does not describe a {spec.kind} head") from error
     slots = [Slot(name, shape) for name, shape in shapes.items()]
     slots += [Slot("draft_token_ids", ("?ids",), True), Slot("lm_head.weight", ("?ids", hidden), True)]
-    return Drafter(
+    return DrafterReport(
         format=OWN, kind=spec.kind, title=f"{spec.kind} head of headstart", hidden_size=hidden,
         target_hidden_size=hidden, vocab_size=vocabulary, draft_vocab_size=None,
         aux_layers=[layer for layer in tap if isinstance(layer, int)] if isinstance(tap, list) else [],
@@ -254,7 +256,7 @@ def _own(checkpoint: Checkpoint, weights: Mapping[str, WeightHeader]) -> Drafter
     )  # fmt: skip
 
 
-def state_of_drafter(drafter: Drafter, checks: list[FitCheck] | None) -> HeadState:
+def state_of_drafter(drafter: DrafterReport, checks: list[FitCheck] | None) -> HeadState:
     again = "download the drafter again"
     if not drafter.num_tensors:
         return unchecked(f"config.json describes this kind of drafter: {drafter.title}")

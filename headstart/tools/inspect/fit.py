@@ -12,11 +12,11 @@ from headstart.heads.draft_model import MASK_KEYS
 from headstart.models.families import find_mtp_family
 from headstart.models.head_state import shape_text
 from headstart.models.native_heads import NativeHeads, examine
-from headstart.tools.inspect.drafters import Drafter, FitCheck
+from headstart.tools.inspect.drafters import DrafterReport, FitCheck
 from headstart.tools.inspect.findings import Finding, note, warning
 
 
-def check_fit(drafter: Drafter, config: Mapping[str, Any], target: Checkpoint) -> list[FitCheck]:
+def check_fit(drafter: DrafterReport, config: Mapping[str, Any], target: Checkpoint) -> list[FitCheck]:
     sizes = Sizes(target.config)
     layers, vocabulary = sizes.get("layers"), sizes.get("vocabulary")
     checks = [_equal("hidden size", drafter.target_hidden_size, sizes.get("hidden"))]

@@ -31,7 +31,7 @@ from headstart.models.tensors import canonical_tensors, find_family, find_vision
 from headstart.params import recommended_names
 from headstart.tools.inspect import deep
 from headstart.tools.inspect.adapter import inspect_adapter
-from headstart.tools.inspect.drafters import Drafter, FitCheck, describe_drafter, state_of_drafter
+from headstart.tools.inspect.drafters import DrafterReport, FitCheck, describe_drafter, state_of_drafter
 from headstart.tools.inspect.findings import Finding, Subject, findings, shared_tensors
 from headstart.tools.inspect.fit import check_fit, check_native, check_whole, drafter_findings
 from headstart.tools.inspect.render import lines
@@ -189,7 +189,7 @@ def _check_sizes(checkpoint: Checkpoint) -> None:
 
 
 def _describe_drafter(
-    checkpoint: Checkpoint, weights: Mapping[str, WeightHeader], drafter: Drafter, target: Checkpoint | None
+    checkpoint: Checkpoint, weights: Mapping[str, WeightHeader], drafter: DrafterReport, target: Checkpoint | None
 ) -> dict[str, Any]:
     checks = check_fit(drafter, checkpoint.config, target) if target else None
     state = state_of_drafter(drafter, checks)

@@ -154,7 +154,7 @@ def share_devices(facts: ModelFacts, hardware: Hardware, num_servers: int) -> tu
     return ServerShare(parallel, on_node, -(-num_servers // on_node)), notes
 
 
-def plan_fleet(
+def plan_servers(
     launcher: EngineLauncher, facts: ModelFacts, spec: LaunchSpec, version: Version, roles: Sequence[str],
     share: ServerShare, target: LaunchTarget,
 ) -> LaunchPlan:  # fmt: skip

@@ -131,7 +131,7 @@ def _plan(
         raise UsageError(f"{launcher.title} takes --disaggregate or --dp", "the former says how many servers there are")
     share, notes = fleet.share_devices(facts, hardware, len(roles))
     spec = replace(spec, parallel=share.parallel)
-    return spec, fleet.plan_fleet(launcher, facts, spec, version, roles, share, target), notes
+    return spec, fleet.plan_servers(launcher, facts, spec, version, roles, share, target), notes
 
 
 def check_plan(

@@ -13,7 +13,7 @@ from checkpoints import MIMO, NORM, mimo_head, write_checkpoint
 
 from headstart.cli import options as cli_options
 from headstart.cli.main import main
-from headstart.tools.export.plan import check_room
+from headstart.tools.export.plan import check_disk_space
 
 Capture = pytest.CaptureFixture[str]
 
@@ -46,7 +46,7 @@ def test_no_space_in_the_middle(model: Path, tmp_path: Path, capsys: Capture) ->
         assert main(["export", str(model), "-o", str(out)]) == 2
     assert "no space to write" in capsys.readouterr().err and [path.name for path in tmp_path.iterdir()] == ["model"]
     with pytest.raises(Exception, match="MB are free"):
-        check_room(out, 1 << 60)
+        check_disk_space(out, 1 << 60)
 
 
 def test_what_was_there_stays_when_the_new_one_fails(model: Path, tmp_path: Path) -> None:

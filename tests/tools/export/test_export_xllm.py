@@ -281,8 +281,8 @@ BROKEN_MODULES: dict[str, tuple[dict[str, Array], str]] = {
     "half a module": (NO_PROJECTION, "lacks eh_proj.weight"),
     "an expert": (NO_EXPERT, "1 of 2 experts"),
     "scales alone": (LONE, "scales a weight that is not there"),
-    "codes alone": (TRAILING | FP8, "no scales stand beside it"),
-    "GPTQ": (TRAILING | {"mlp.experts.0.up_proj.qweight": tensor("F32", 4, H)}, "no scales stands beside it"),
+    "codes alone": (TRAILING | FP8, "has no scales"),
+    "GPTQ": (TRAILING | {"mlp.experts.0.up_proj.qweight": tensor("F32", 4, H)}, "has no scales"),
     "grid": (TRAILING | GRID, "do not fit the blocks"),
 }
 BROKEN_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {

@@ -29,7 +29,7 @@ from headstart.layers.rope import rope_base
 from headstart.models.families import find_mtp_family, mtp_families
 from headstart.tools.export.gguf_model import HeadModel, head_model
 from headstart.tools.export.plan import Plan
-from headstart.tools.export.source import Request, Source, open_directory
+from headstart.tools.export.source import ExportRequest, ExportSource, open_directory
 
 _ITEM = {"F32": 4, "BF16": 2}
 Wrote = Callable[[int], None]
@@ -57,7 +57,7 @@ NAMES = {
 }
 
 
-def plan(request: Request) -> Plan:
+def plan(request: ExportRequest) -> Plan:
     """Plans the GGUF file of a head. Raises ModelError for a head that llama.cpp has no graph for."""
     if request.has_own_head:
         return _eagle3(request.source("eagle3"))
@@ -195,7 +195,7 @@ def _write_tensors(writer: Any, data: Iterator[NDArray[Any]], wrote: Wrote) -> N
     writer.close()
 
 
-def _eagle3(source: Source) -> Plan:
+def _eagle3(source: ExportSource) -> Plan:
     head, trunk = source.head, source.checkpoint
     if head.spec.kind != "eagle3":
         what = f"the head {source.head_path} is of kind {head.spec.kind}, and llama.cpp has no architecture for it"
@@ -216,7 +216,7 @@ def _eagle3(source: Source) -> Plan:
     return plan
 
 
-def _write_eagle3(source: Source, target: Path, wrote: Wrote) -> None:
+def _write_eagle3(source: ExportSource, target: Path, wrote: Wrote) -> None:
     from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 
     writer = GGUFWriter(target, arch="eagle3")
@@ -236,7 +236,7 @@ def _write_eagle3(source: Source, target: Path, wrote: Wrote) -> None:
     _write_tensors(writer, (load() for load in arrays), wrote)
 
 
-def _array(source: Source, name: str, tensor: RawTensor) -> tuple[Any, Callable[[], NDArray[Any]]]:
+def _array(source: ExportSource, name: str, tensor: RawTensor) -> tuple[Any, Callable[[], NDArray[Any]]]:
     """Returns the GGUF type of a tensor and a function that loads it: matrices in bfloat16, norms in float32; rows of q
     and k in llama.cpp's interleaved RoPE order."""
     from gguf import GGMLQuantizationType
@@ -255,7 +255,7 @@ def _array(source: Source, name: str, tensor: RawTensor) -> tuple[Any, Callable[
     return GGMLQuantizationType.BF16, load
 
 
-def _describe(source: Source, writer: Any) -> None:
+def _describe(source: ExportSource, writer: Any) -> None:
     head, (mixer, mlp) = source.head, plain_parts(source.head.spec.layer)
     attention = mixer.spec
     assert mixer.rope and head.spec.layer

@@ -19,7 +19,7 @@ from headstart.models.families import family_named, mtp_families
 from headstart.tools.export.blocks import block_plan
 from headstart.tools.export.module import ModulePlace, architectures, count_modules, cut_module, find_module
 from headstart.tools.export.plan import Plan, single_file
-from headstart.tools.export.source import Request, Source
+from headstart.tools.export.source import ExportRequest, ExportSource
 from headstart.tools.export.targets.vllm_eagle3 import USE as SERVE_BESIDE, published_files
 
 DEPTH = 3
@@ -35,7 +35,7 @@ OUTSIDE = (
 )  # fmt: skip
 
 
-def plan(request: Request) -> Plan:
+def plan(request: ExportRequest) -> Plan:
     """Plans the directory. Raises ModelError for a head whose formula no class of speculators computes."""
     if request.has_own_head:
         source = request.source("eagle3")
@@ -48,7 +48,7 @@ def _container(kind: str, name: str, architecture: list[str]) -> dict[str, Any]:
     return {"speculators_model_type": kind, "speculators_config": described, "tie_word_embeddings": False}
 
 
-def _eagle3(source: Source) -> Plan:
+def _eagle3(source: ExportSource) -> Plan:
     if source.head.spec.kind != "eagle3":
         raise ModelError(
             f"the head {source.head_path} is of kind {source.head.spec.kind}: speculators' MTP layers are Qwen's, "

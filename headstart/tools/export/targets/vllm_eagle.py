@@ -12,13 +12,13 @@ from headstart.errors import ModelError
 from headstart.formats.safetensors import copied
 from headstart.tools.export.module import architectures, count_modules, cut_module, find_module
 from headstart.tools.export.plan import Plan, single_file, vllm_use
-from headstart.tools.export.source import Request
+from headstart.tools.export.source import ExportRequest
 
 NAMES = {"eh_proj": "fc", "shared_head.norm": "norm", "enorm": "enorm", "hnorm": "hnorm"}
 SHARED = ("embed_tokens.", "shared_head.head.")
 
 
-def plan(request: Request) -> Plan:
+def plan(request: ExportRequest) -> Plan:
     """Plans the directory. Raises ModelError if no EAGLE class of vLLM has the module's formula."""
     if request.has_own_head:
         hint = "--to vllm-mimo writes an MTP head, --to vllm-eagle3 an EAGLE-3 head"

@@ -11,12 +11,12 @@ from headstart.heads.eagle3 import published
 from headstart.heads.published import MARK
 from headstart.tools.export.blocks import planned_tensors
 from headstart.tools.export.plan import Plan, single_file, vllm_use
-from headstart.tools.export.source import Request, Source
+from headstart.tools.export.source import ExportRequest, ExportSource
 
 USE = vllm_use("eagle3", 3)
 
 
-def plan(request: Request) -> Plan:
+def plan(request: ExportRequest) -> Plan:
     """Plans the directory. Raises ModelError for a head of another kind."""
     source = request.source("eagle3")
     if source.head.spec.kind != "eagle3":
@@ -26,7 +26,7 @@ def plan(request: Request) -> Plan:
     return single_file(planned, dict(document), USE)
 
 
-def published_files(source: Source) -> tuple[Mapping[str, Any], list[Planned]]:
+def published_files(source: ExportSource) -> tuple[Mapping[str, Any], list[Planned]]:
     """Returns config.json and tensors of an EAGLE-3 head under published names; those of a published directory are kept
     as they are."""
     document = read_object(source.head_path / "config.json")

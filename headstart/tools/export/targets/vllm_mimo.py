@@ -22,7 +22,7 @@ from headstart.layers.decoder import LayerConfig
 from headstart.layers.mlp import MLPConfig
 from headstart.models.families import family_named
 from headstart.tools.export.plan import Plan, single_file
-from headstart.tools.export.source import Request, Source, text_side
+from headstart.tools.export.source import ExportRequest, ExportSource, text_side
 
 Convert = Callable[[NDArray[np.float32]], NDArray[np.float32]]
 USE = (
@@ -46,7 +46,7 @@ class MiMoConfig(Qwen2Config):
 '''
 
 
-def check(source: Source) -> None:
+def check(source: ExportSource) -> None:
     head, layers = source.head, source.sizes.layers
     attentions = [each.mixer for each in layers if isinstance(each.mixer, AttentionConfig)]
     turned = [each.rope and each.rope.rotary_dim == each.spec.head_dim for each in attentions]
@@ -80,13 +80,13 @@ def _is_qwen2s(layer: LayerConfig) -> bool:
     return layer == LayerConfig(mixer=plain, mlp=MLPConfig(inner=mlp.inner), eps=layer.eps)
 
 
-def _layer(source: Source) -> tuple[AttentionConfig, MLPConfig]:
+def _layer(source: ExportSource) -> tuple[AttentionConfig, MLPConfig]:
     mixer, mlp = source.sizes.layers[0].mixer, source.sizes.layers[0].mlp
     assert isinstance(mixer, AttentionConfig) and isinstance(mlp, MLPConfig)
     return mixer, mlp
 
 
-def plan(request: Request) -> Plan:
+def plan(request: ExportRequest) -> Plan:
     """Plans trunk and head under MiMo's names, in bfloat16. Raises ModelError for a formula that MiMo lacks."""
     source = request.source("mtp")
     check(source)
@@ -107,7 +107,7 @@ def _matrix(name: str, tensor: RawTensor, convert: Convert = lambda values: valu
     return Planned(name, "BF16", tuple(tensor.shape), lambda: [bfloat16(convert(tensor.float32()))[0]])
 
 
-def _biases(source: Source, prefix: str) -> list[Planned]:
+def _biases(source: ExportSource, prefix: str) -> list[Planned]:
     spec = _layer(source)[0].spec
     planned = []
     for name, heads in (("q", spec.num_heads), ("k", spec.num_kv_heads), ("v", spec.num_kv_heads)):
@@ -116,7 +116,7 @@ def _biases(source: Source, prefix: str) -> list[Planned]:
     return planned
 
 
-def _head(source: Source) -> list[Planned]:
+def _head(source: ExportSource) -> list[Planned]:
     planned = []
     for name, tensor in source.head.tensors.items():
         turned = name.startswith("mtp.0.projection.") and not source.head.spec.hidden_first
@@ -130,7 +130,7 @@ def _swap_halves(values: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.hstack((values[:, half:], values[:, :half]))
 
 
-def config(source: Source) -> dict[str, Any]:
+def config(source: ExportSource) -> dict[str, Any]:
     sizes, (mixer, mlp) = source.sizes, _layer(source)
     spec = mixer.spec
     own = source.checkpoint.config

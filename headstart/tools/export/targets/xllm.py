@@ -17,7 +17,7 @@ from headstart.models.families import find_mtp_family, mtp_families
 from headstart.models.mtp import INDEXER_KEYS, XllmDraft
 from headstart.tools.export.module import DESCRIPTION, ModulePlace, count_modules, cut_module, find_module
 from headstart.tools.export.plan import Plan, as_json, index_text
-from headstart.tools.export.source import Request, other_weights, side_files
+from headstart.tools.export.source import ExportRequest, other_weights, side_files
 
 SHARD = "mtp_layer_parameters.safetensors"
 USE = "xllm --model MODEL --draft_model {out} --num_speculative_tokens 1"
@@ -29,7 +29,7 @@ BESIDE_BLOCK = ("embed_tokens", "shared_head", "eh_proj", "enorm", "hnorm")
 """First parts of names in a trailing module that do not belong to its decoder block."""
 
 
-def plan(request: Request) -> Plan:
+def plan(request: ExportRequest) -> Plan:
     """Plans the directory. Raises ModelError for a missing or incomplete module, or a model type that xLLM lacks."""
     source = request.directory
     place, draft = _find_draft(source, request.model_type)
