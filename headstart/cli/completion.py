@@ -3,21 +3,19 @@
 import re
 import shlex
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from headstart.cli.help import options_of, summary
 from headstart.cli.parser import HELP, REQUIRED, Command, CommandGroup, OptionGroup, argument, command
 
-COMPLETION_VARIABLE = "_HEADSTART_COMPLETE"  # set by the scripts when they ask for completions
+COMPLETION_VARIABLE = "_HEADSTART_COMPLETE"
+"""Set by the scripts when they ask for completions: shell, space, and the command line up to the cursor."""
 SCRIPTS = {
     "bash": """\
 _headstart_completion() {
-    local IFS=$'\n'
-    COMPREPLY=( $( env COMP_WORDS="${COMP_WORDS[*]}" \\
-                   COMP_CWORD=$COMP_CWORD \\
-                   _HEADSTART_COMPLETE=complete_bash $1 ) )
-    return 0
+    local IFS=$'\\n'
+    COMPREPLY=( $( _HEADSTART_COMPLETE="bash ${COMP_LINE:0:COMP_POINT}" $1 ) )
 }
 
 complete -o default -F _headstart_completion headstart""",
@@ -25,18 +23,13 @@ complete -o default -F _headstart_completion headstart""",
 #compdef headstart
 
 _headstart_completion() {
-  eval $(env _TYPER_COMPLETE_ARGS="${words[1,$CURRENT]}" _HEADSTART_COMPLETE=complete_zsh headstart)
+  eval "$( _HEADSTART_COMPLETE="zsh ${words[1,$CURRENT]}" headstart )"
 }
 
 compdef _headstart_completion headstart""",
     "fish": """\
-complete --command headstart --no-files \
---arguments "(env _HEADSTART_COMPLETE=complete_fish _TYPER_COMPLETE_FISH_ACTION=get-args \
-_TYPER_COMPLETE_ARGS=(commandline -cp) headstart)" \
---condition "env _HEADSTART_COMPLETE=complete_fish _TYPER_COMPLETE_FISH_ACTION=is-args \
-_TYPER_COMPLETE_ARGS=(commandline -cp) headstart\"""",
+complete --command headstart --arguments '(_HEADSTART_COMPLETE="fish $(commandline -cp)" headstart)'""",
 }
-"""Users have installed these scripts: names of variables must not change."""
 HELP_WIDTH = 45
 
 
@@ -56,20 +49,12 @@ def run(options: CompletionOptions) -> int:
     return 0
 
 
-def answer(root: CommandGroup, environment: Mapping[str, str]) -> int:
-    """Print the completions for the command line in a shell's environment variables; returns the exit code."""
-    shell = environment[COMPLETION_VARIABLE].removeprefix("complete_")
-    if shell == "bash":
-        words = _split(environment.get("COMP_WORDS", ""))
-        number = int(environment.get("COMP_CWORD", "0"))
-        words, last = words[1:number], (words[number : number + 1] or [""])[0]
-    else:
-        line = environment.get("_TYPER_COMPLETE_ARGS", "")
-        words = _split(line)[1:]
-        last = words.pop() if words and not line.endswith(" ") else ""
+def answer(root: CommandGroup, request: str) -> int:
+    """Print the completions for the value of COMPLETION_VARIABLE; returns the exit code."""
+    shell, _, line = request.partition(" ")
+    words = _split(line)[1:]
+    last = words.pop() if words and not line.endswith(" ") else ""
     found = [(value, text) for value, text in _completions(root, words, last) if value.startswith(last)]
-    if environment.get("_TYPER_COMPLETE_FISH_ACTION") == "is-args":
-        return 0 if found else 1
     if shell == "zsh":
         pairs = [f'"{_zsh(value)}":"{_zsh(text)}"' if text else f'"{_zsh(value)}"' for value, text in found]
         print(f"_arguments '*: :(({chr(10).join(pairs)}))'" if pairs else "_files")
