@@ -40,6 +40,9 @@ def parse(config: Config) -> DecoderConfig:
     keys.refuse_gguf(config, LLAMA_CPP)
     config, tied = keys.text_config(config)
     keys.refuse_others(config, {"mtp_use_dedicated_embeddings": False, "hc_per_branch_norm": True})
+    if isinstance(module := config.get("mtp"), dict):
+        theta = (config.get("rope_parameters") or {}).get("rope_theta")
+        keys.refuse_others(module, {"hybrid": True, "layer_types": [FULL], "num_hidden_layers": 1, "rope_theta": theta})
     if not isinstance(gate := config.get("output_gate_type") or config.get("hidden_act"), str) or gate not in GATES:
         raise ModelError(f"config.json: output_gate_type is {gate!r}", f"known: {', '.join(GATES)}")
     bias = flag(config, "attention_bias")
@@ -53,14 +56,14 @@ def parse(config: Config) -> DecoderConfig:
         gate_rank=number(config, "hc_lowrank", default=320),
     )  # fmt: skip
     feed = keys.softmax_experts(config, shared=number(config, "shared_expert_intermediate_size"))
-    module = keys.layer(config, attention, feed, norms="none", streams=streams)
+    plain = keys.layer(config, attention, feed, norms="none", streams=streams)
     layers, memories = [], _memories(config, streams.count)
     for index, kind in enumerate(_kinds(config)):
         if kind != LINEAR and index in memories:
             raise ModelError(f"config.json: ple_layer_ids names layer {index + 1}", "known: layers of linear attention")
-        linear: LayerConfig = replace(module, mixer=delta, memory=memories.get(index))
-        layers.append(linear if kind == LINEAR else module)
-    return keys.decoder(config, layers, tied=tied, streams=streams, mtp_layer=module, final_norm=False)
+        linear: LayerConfig = replace(plain, mixer=delta, memory=memories.get(index))
+        layers.append(linear if kind == LINEAR else plain)
+    return keys.decoder(config, layers, tied=tied, streams=streams, mtp_layer=plain, final_norm=False)
 
 
 def _kinds(config: Config) -> list[str]:

@@ -60,6 +60,9 @@ def test_primes_and_factors_are_those_of_transformers() -> None:
         assert hash_factors(248320, 3, 1234 + 10007 * layer) == tuple(theirs.tolist())
     found = [modeling._find_nth_prime_after(20_000_000 - 1, 16 + i + 1) for i in range(4)]
     assert primes_from(20_000_000, 20)[16:] == tuple(found)
+    # of the published checkpoint, which holds them, too
+    assert hash_factors(248320, 3, 1234) == (23703573157769, 20109073645365, 8052911324071)
+    assert sum(primes_from(20_000_000, 16)) == 320_001_446
 
 
 @pytest.mark.parametrize(
@@ -68,7 +71,7 @@ def test_primes_and_factors_are_those_of_transformers() -> None:
         {"ple_layer_ids": [2]}, {"ple_layer_ids": [4]}, {"ple_layer_ids": 1}, {"ple_embed_dim": 25},
         {"indexer_budget": 13}, {"indexer_kv_heads": 2}, {"output_gate_type": "relu"}, {"hc_count": 1},
         {"mtp_num_hidden_layers": 2}, {"model_type": "qwen4exp"}, {"eos_token_id": None}, {"indexer_head_dim": 2},
-        {"heads_per_ngram": 10**6},
+        {"heads_per_ngram": 10**6}, {"mtp": {"hybrid": False}},
     ],
 )  # fmt: skip
 def test_what_is_not_run_is_refused(changes: dict[str, object]) -> None:

@@ -416,6 +416,17 @@ RUN: dict[str, dict[str, Any]] = {
             **{key: value for key, value in QWEN35_TEXT.items() if key != "intermediate_size"},
             "model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 512,
             **{key: EXPERTS[key] for key in ("num_experts", "num_experts_per_tok", "moe_intermediate_size")}}},
+    "Qwen/Qwen3.8-Flash-Next": {
+        **SEES, "architectures": ["Qwen4ExpForConditionalGeneration"], "model_type": "qwen4_exp", "text_config": {
+            **{key: value for key, value in QWEN35_TEXT.items() if key != "intermediate_size"},
+            "model_type": "qwen4_exp_text", "output_gate_type": "sigmoid", "num_experts": 512,
+            "num_experts_per_tok": 10, "moe_intermediate_size": 640, "shared_expert_intermediate_size": 640,
+            "hc_count": 4, "hc_lowrank": 320,
+            "indexer_budget": 2048, "indexer_compress_ratio": 4, "indexer_head_dim": 128, "indexer_kv_heads": 1,
+            "indexer_n_heads": 4, "ple_conv_kernel_size": 4, "ple_embed_dim": 2560, "ple_layer_ids": [2],
+            "heads_per_ngram": 8, "make_ngram_vocab_size_divisible_by": 128, "ngram_size": 3,
+            "ngram_vocab_size_base": 20000000, "split_ngram_parts": 128, "mtp": {
+                "hybrid": True, "layer_types": ["full_attention"], "num_hidden_layers": 1, "rope_theta": 10000000}}},
     "zai-org/GLM-4.5-Air": {
         **COMMON, "attention_bias": True, "first_k_dense_replace": 1, "head_dim": 128, "model_type": "glm4_moe",
         "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 128, "n_shared_experts": 1,
