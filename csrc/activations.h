@@ -65,6 +65,7 @@ __attribute__((noinline, unused)) static f32 activate_other(f32 x, Activation ki
     case Activation::IDENTITY:
     case Activation::CLAMPED:
     case Activation::SILU_OF_10:
+    case Activation::SITU:
     case Activation::SILU_7:
     case Activation::SILU_16: return x; // takes two operands: see gate_mul
     case Activation::SILU: break;
@@ -86,6 +87,9 @@ INLINE f32 silu_of_10(f32 x, f32 up) {
     return silu(min(splat(10.0f), x)) * max(splat(-10.0f), min(splat(10.0f), up));
 }
 
+// sigmoid(x) * tanh(x) * tanh(up), both tanh scaled to limits of 4 and 25 (Kimi-K3).
+INLINE f32 situ(f32 x, f32 up) { return softcap(x, 4.0f) * sigmoid(x) * softcap(up, 25.0f); }
+
 // min(silu(x), limit) * up, up clamped to +-limit. NaN stays NaN.
 INLINE f32 limited(f32 x, f32 up, float limit) {
     return min(splat(limit), silu(x)) * max(splat(-limit), min(splat(limit), up));
@@ -97,6 +101,7 @@ __attribute__((noinline, unused)) static f32 gate_mul_other(f32 x, f32 up, Activ
     case Activation::SILU_7: return limited(x, up, 7.0f);
     case Activation::SILU_16: return limited(x, up, 16.0f);
     case Activation::SILU_OF_10: return silu_of_10(x, up);
+    case Activation::SITU: return situ(x, up);
     default: return activate_other(x, kind) * up;
     }
 }

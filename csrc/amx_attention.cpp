@@ -90,7 +90,7 @@ struct Attend {
         if (!can_share(first, common < common_end ? common : last) || !can_share(common < common_end ? common_end : last, last))
             return false;
         scores();
-        for (int i = 0; i < count; ++i) softmax_row(i);
+        for (int i = 0; i < count; ++i) softmax_row(i, start);
         add_values(first, last);
         return true;
     }
@@ -135,7 +135,7 @@ struct Attend {
         _tile_stored(3, score[0] + 48, kChunk * 4);
     }
 
-    void softmax_row(int i) {
+    void softmax_row(int i, int64_t start) {
         QueryState& each = query_state[i];
         if (end[i] <= begin[i]) {
             std::memset(weight[i], 0, sizeof weight[i]);
@@ -143,7 +143,9 @@ struct Attend {
         }
         for (int t = 0; t < tiles; ++t) {
             float* at = score[i] + t * 16;
-            store(at, mask_scores(load(at) * splat(task.scale), t, begin[i], end[i]));
+            f32 value = load(at) * splat(task.scale);
+            if (task.bias) value = add_bias(value, each, task.extent, start + t * 16);
+            store(at, mask_scores(value, t, begin[i], end[i]));
         }
         const auto put = [&](int t, f32 weights) __attribute__((always_inline)) { store_bf16(weight[i] + t * 16, weights); };
         const float shrink = softmax_chunk(score[i], tiles, task.softcap, each, put);

@@ -68,6 +68,7 @@ template <Store kStore, bool kWidened = false> struct Attend {
     Query query[kMaxQueries];
     const uint8_t *tile[kTiles], *next[kTiles]; // tiles of this chunk and of the next
     int tiles, next_tiles;
+    int64_t chunk_start;
     const float* scale[kTiles]; // kScaled: 16 key scales, then 16 value scales
     alignas(64) uint8_t wide[kWidened ? kTiles : 1][kWidened ? 32 * (kMaxKeys + kMaxValueDim) : 1];
 
@@ -165,6 +166,7 @@ template <Store kStore, bool kWidened = false> struct Attend {
         for (int i = 0; i < kQueries; ++i) {
             f32 value = sum[i][c] * splat(task.scale);
             if (kScaled) value = value * load(scale[t]);
+            if (task.bias) value = add_bias(value, query[i], task.extent, chunk_start + t * 16);
             store(query[i].weight + t * 16, mask_scores(value, t, query[i].begin, query[i].end));
         }
     }
@@ -256,6 +258,7 @@ template <Store kStore, bool kWidened = false> struct Attend {
         next_tiles = find_tiles(task, extent.from, extent.end_position, next);
         for (int64_t start = extent.from; start < extent.end_position; start += kChunk) {
             tiles = next_tiles;
+            chunk_start = start;
             std::memcpy(tile, next, sizeof tile);
             next_tiles = find_tiles(task, start + kChunk, extent.end_position, next);
             for (int t = 0; t < tiles && kScaled; ++t)

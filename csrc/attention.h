@@ -54,10 +54,11 @@ struct Softmax {
     float peak = -FLT_MAX, total = 0.0f; // finite, so that masked scores (-inf) get weight 0 and not NaN
 };
 
-// One query: its values [head_dim], visible positions first .. limit - 1, and the softmax over the current split.
+// One query: its values [head_dim], visible positions first .. limit - 1, and the softmax over the current split; the biases
+// of its scores, from position `biased` on.
 struct QueryState : Softmax {
-    const float* values;
-    int64_t first, limit;
+    const float *values, *bias;
+    int64_t first, limit, biased;
 };
 
 INLINE QueryState query_state_of(const AttendTask& task, int64_t index) {
@@ -65,6 +66,8 @@ INLINE QueryState query_state_of(const AttendTask& task, int64_t index) {
     const int64_t oldest = task.window ? position - task.window + 1 : task.chunk ? position - position % task.chunk : 0;
     QueryState found;
     found.values = task.queries + row * task.query_stride + task.head_of(index) * task.layout.head_dim;
+    if (task.bias) found.bias = task.bias + row * task.bias_stride + task.head_of(index) * task.extent;
+    found.biased = position - task.extent + 1;
     found.first = oldest > task.first_position ? oldest : task.first_position;
     found.limit = task.sees[row] + 1 - task.num_masked;
     return found;
@@ -72,6 +75,17 @@ INLINE QueryState query_state_of(const AttendTask& task, int64_t index) {
 
 INLINE bool sees(const QueryState& query_state, int64_t split) {
     return query_state.first < (split + 1) * kSplit && query_state.limit > split * kSplit;
+}
+
+// Adds the query's biases to the scores of 16 positions from `start` on.
+INLINE f32 add_bias(f32 score, const QueryState& query_state, int64_t extent, int64_t start) {
+    const int64_t at = start - query_state.biased;
+    if (at <= -16 || at >= extent) return score;
+    if (at >= 0 && at + 16 <= extent) return score + load(query_state.bias + at);
+    alignas(64) float some[16] = {};
+    for (int64_t i = 0; i < 16; ++i)
+        if (at + i >= 0 && at + i < extent) some[i] = query_state.bias[at + i];
+    return score + load(some);
 }
 
 // Masks the scores of tile t of a chunk: -inf outside positions begin .. end - 1 of the chunk.

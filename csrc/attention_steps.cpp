@@ -58,7 +58,7 @@ size_t shape_index(Program& program, const AttendShape& shape) {
 }
 
 int attend(Program& program, int q, nb::object kv_pool, int64_t num_heads, float scale, int64_t window, float softcap,
-           std::optional<Sinks> sinks, bool causal, bool before, int64_t chunk) {
+           std::optional<Sinks> sinks, bool causal, bool before, int64_t chunk, int bias) {
     require(window >= 0 && chunk >= 0, "attend: window and chunk must be 0 or above");
     require(!window || !chunk, "attend: window and chunk cannot be combined");
     AttendTask common;
@@ -66,13 +66,18 @@ int attend(Program& program, int q, nb::object kv_pool, int64_t num_heads, float
     common.window = window;
     common.chunk = chunk;
     common.num_masked = before;
+    if (bias >= 0) {
+        common.extent = program.buffers[bias].width / num_heads;
+        require(common.extent * num_heads == program.buffers[bias].width, "attend: needs equally many biases per head");
+        step.reads.push_back(bias);
+    }
     const KVPool* pool = nb::cast<KVPool*>(kv_pool);
     const int out = step.writes[0];
     const size_t shape = shape_index(program, {common.group, pool->layout.num_heads, window, chunk});
     program.partial_floats = std::max(program.partial_floats, pool->layout.padded_value() + 16);
     step.attends = true;
     step.num_tasks = [shape](const Pass& pass) { return pass.attends[shape].before.back(); };
-    step.run = [&program, pool, common, shape, q, out, own_last = causal || before,
+    step.run = [&program, pool, common, shape, q, bias, out, own_last = causal || before,
                 own = step.quantizes](const Pass& pass, int64_t index) {
         const AttendTasks& tasks = pass.attends[shape];
         const auto& before = tasks.before;
@@ -94,6 +99,10 @@ int attend(Program& program, int q, nb::object kv_pool, int64_t num_heads, float
         task.first_position = pass.first_position;
         task.queries = program.values(q, 0);
         task.query_stride = program.buffers[q].stride();
+        if (bias >= 0) {
+            task.bias = program.values(bias, 0);
+            task.bias_stride = program.buffers[bias].stride();
+        }
         task.out = program.output(out);
         if (!own) task.out.quants = nullptr;
         gather_path(*pool, pass, row, task);
@@ -153,7 +162,7 @@ void bind_attention_steps(nb::module_& m, nb::class_<Program>& program) {
     program.def("store_kv", store_kv);
     program.def("attend", attend, nb::arg("q"), nb::arg("pool"), nb::arg("num_heads"), nb::arg("scale"),
                 nb::arg("window"), nb::arg("softcap"), nb::arg("sinks").none(), nb::arg("causal") = false,
-                nb::arg("before") = false, nb::arg("chunk") = 0);
+                nb::arg("before") = false, nb::arg("chunk") = 0, nb::arg("bias") = -1);
 }
 
 } // namespace headstart

@@ -56,7 +56,7 @@ constexpr int64_t kMaxValueDim = 512, kMaxExperts = 1024;
 
 enum class Activation : int32_t {
     SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3, RELU2 = 4, IDENTITY = 5, CLAMPED = 6, SILU_7 = 7, SILU_16 = 8,
-    SILU_OF_10 = 9
+    SILU_OF_10 = 9, SITU = 10
 };
 
 enum class Store : int32_t { F32 = 0, BF16 = 1, I8 = 2, F8 = 3 }; // F8: E4M3
@@ -123,6 +123,8 @@ struct AttendTask : Tiles {
     int64_t chunk;                  // a row sees positions from position - position % chunk on, 0: no chunks
     float scale, softcap;           // softcap 0: none
     const float* sinks;             // [query heads], or nullptr
+    const float* bias; // [rows of the pass][query heads][extent] added to scores of the last positions, or nullptr
+    int64_t bias_stride, extent;
     const float* queries;
     int64_t query_stride;
     Output out;
@@ -159,11 +161,12 @@ struct Router {
 };
 
 // Hyper-connections (StreamSpec of headstart/kernels/specs.py). last: only the weights of the final sum. mixed: with a
-// mixing matrix; else streams keep themselves, and eps is added to output weights, too.
+// mixing matrix; else streams keep themselves, and eps is added to output weights, too. softmax: the weights of a sum
+// alone are a softmax.
 struct StreamShape {
     int64_t count, iterations;
     float eps, magnitude;
-    bool last, mixed;
+    bool last, mixed, softmax;
 };
 
 // Compresses `span` rows [values, gates] into one entry [dim]; rows before `first` are missing.

@@ -152,7 +152,7 @@ uint8_t* Arena::take(int64_t bytes) {
 Program::Program(const std::string& path) : kernels(*find_path(path).kernels) {}
 
 Activation activation_of(int kind) {
-    if (kind < 0 || kind > (int)Activation::SILU_OF_10) throw std::invalid_argument("unknown activation");
+    if (kind < 0 || kind > (int)Activation::SITU) throw std::invalid_argument("unknown activation");
     return static_cast<Activation>(kind);
 }
 

@@ -30,6 +30,7 @@ Step row_step(std::vector<int> reads, std::vector<int> writes, nb::object owners
     return step;
 }
 
+// iterations -1: weights of a sum alone are a softmax.
 int stream_weights(Program& program, int mixes, Floats base, Floats scale, int64_t count, int64_t iterations, float eps,
                    float magnitude) {
     const int64_t width = program.buffers[mixes].width;
@@ -40,7 +41,7 @@ int stream_weights(Program& program, int mixes, Floats base, Floats scale, int64
             "stream_weights: shapes differ");
     const int out = program.buffer(width, program.buffers[mixes].logits);
     Step step = row_step({mixes}, {out}, nb::make_tuple(base, scale));
-    const StreamShape shape{count, iterations, eps, magnitude, last, mixed};
+    const StreamShape shape{count, iterations, eps, magnitude, last, mixed, iterations < 0};
     step.run = [&program, mixes, out, shape, b = base.data(), s = scale.data()](const Pass&, int64_t row) {
         program.kernels.stream_weights(program.values(mixes, row), b, s, shape, program.values(out, row));
     };

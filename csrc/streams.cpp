@@ -21,10 +21,10 @@ void normalize(float* square, int64_t count, float eps, int64_t step, int64_t st
     }
 }
 
-// Softmax of each row of a count x count matrix, + eps.
-void softmax_rows(float* square, int64_t count, float eps) {
-    for (int64_t i = 0; i < count; ++i) {
-        float* row = square + i * count;
+// Softmax of each of `rows` rows of `count` values, + eps.
+void softmax_rows(float* values, int64_t rows, int64_t count, float eps) {
+    for (int64_t i = 0; i < rows; ++i) {
+        float* row = values + i * count;
         float peak = row[0], total = 0.0f;
         for (int64_t j = 1; j < count; ++j) peak = row[j] > peak ? row[j] : peak;
         for (int64_t j = 0; j < count; j += 16)
@@ -38,6 +38,10 @@ void softmax_rows(float* square, int64_t count, float eps) {
 
 void stream_weights(const float* mixes, const float* base, const float* scale, const StreamShape& shape, float* out) {
     const int64_t n = shape.count;
+    if (shape.last && shape.softmax) {
+        for (int64_t i = 0; i < n; ++i) out[i] = mixes[i] * scale[0] + base[i];
+        return softmax_rows(out, 1, n, shape.eps);
+    }
     for (int64_t i = 0; i < n; ++i) out[i] = sigmoid_of(mixes[i] * scale[0] + base[i]) + shape.eps;
     if (shape.last) return;
     for (int64_t i = n; i < 2 * n; ++i)
@@ -45,7 +49,7 @@ void stream_weights(const float* mixes, const float* base, const float* scale, c
     if (!shape.mixed) return;
     float* square = out + 2 * n;
     for (int64_t i = 0; i < n * n; ++i) square[i] = mixes[2 * n + i] * scale[2] + base[2 * n + i];
-    softmax_rows(square, n, shape.eps);
+    softmax_rows(square, n, n, shape.eps);
     normalize(square, n, shape.eps, 1, n);
     for (int64_t i = 1; i < shape.iterations; ++i) {
         normalize(square, n, shape.eps, n, 1);

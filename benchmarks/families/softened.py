@@ -13,7 +13,7 @@ SOFT = 0.1
 MARKOV_SCALE = 2.0  # of a Markov head's logits, beside those of mask rows, which say nothing
 QUIET = (
     "o_proj.weight", "wo_b.weight", "out_proj.weight", "down_proj.weight", "w2.weight", "experts.down_proj",
-    "down_proj_bias", "ple.value_proj.weight",
+    "down_proj_bias", "ple.value_proj.weight", "routed_expert_up_proj.weight",
 )  # fmt: skip
 PROJECTIONS = {
     "mtp.fc.weight": False, "eh_proj.weight": False, "input_proj.weight": True, "mtp_linear_proj.0.weight": False,

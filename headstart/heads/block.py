@@ -25,8 +25,10 @@ A checkpoint may hold a DSpark drafter in place of MTP modules (DeepSeek-V4-Flas
 trunk, here with several residual streams: all start as the row's embedding, and `streams` sums them before `norm`. The
 confidence head reads that sum. Canonical tensors are those above under `mtp.{i}` (`_in_checkpoint`).
 
+The layers of Kimi-K3's drafter have latent attention: its features are the latents of positions.
+
 Sources: deepseek-ai/DeepSpec `modeling/dspark/markov_head.py`; z-lab/dflash `model.py`; vLLM 0.33 `qwen3_dflash2.py`,
-`models/deepseek_v4/nvidia/dspark.py`.
+`models/deepseek_v4/nvidia/dspark.py`, `models/kimi_k3/nvidia/dspark_mla.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence as Seq
@@ -41,13 +43,21 @@ from headstart.formats.sizes import Sizes, Unknown
 from headstart.heads.base import BlockSpec, HeadSpec
 from headstart.heads.kind import HeadKind, Start, Training, Values, plain_parts, published_layer, random_weights
 from headstart.heads.layouts import reading
-from headstart.heads.published import DeclaredShapes, DrafterFormat, Present, block_shapes, draft_vocabulary
+from headstart.heads.published import (
+    DeclaredShapes,
+    DrafterFormat,
+    Present,
+    block_shapes,
+    draft_vocabulary,
+    latent_shapes,
+)
 from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, RawTensor, Weight
 from headstart.layers.attention import Attention, AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.layers.compressed import CompressedAttention
 from headstart.layers.decoder import DecoderLayer, LayerConfig, tapped_layers
 from headstart.layers.linear import Linear, LMHead, scale
+from headstart.layers.mla import MLA, MLAConfig
 from headstart.layers.norm import RMSNorm
 from headstart.layers.rope import half_split
 from headstart.layers.streams import StreamMixer, build_hyper_connection, hyper_connection_shapes
@@ -165,7 +175,7 @@ class BlockModule:
         features = self.hidden_norm(ops, self.fuse(ops, hidden))
         for layer, pool in zip(self.layers, pools, strict=True):
             mixer = layer.mixer
-            assert isinstance(mixer, Attention | CompressedAttention)
+            assert isinstance(mixer, Attention | CompressedAttention | MLA)
             mixer.store(ops, features, positions, pool)
         return features
 
@@ -312,7 +322,7 @@ def layers_of(spec: HeadSpec) -> list[LayerConfig]:
     """Config of each layer: `spec.layer` with the layer's window, causality and sinks."""
     block, layer = spec.block, spec.layer
     assert block and layer
-    if block.in_checkpoint:
+    if block.in_checkpoint or isinstance(layer.mixer, MLAConfig):
         return [layer] * block.num_layers
     mixer, _ = plain_parts(layer)
 
@@ -390,23 +400,45 @@ def _flash_tensors(s: Sizes, index: int, present: Present) -> DeclaredShapes:
     block = block_shapes(f"layers.{index}.", s, present, qk_norm=True)
     if index:
         return block
+    return {**block, **_around(s)}
+
+
+def _around(s: Sizes) -> DeclaredShapes:
+    """Tensors of a block drafter outside its layers."""
     hidden = s["hidden"]
     return {
         "fc.weight": (hidden, s["taps"] * s["target_hidden"]), "hidden_norm.weight": (hidden,),
-        "norm.weight": (hidden,), **block, **draft_vocabulary(s),
+        "norm.weight": (hidden,), **draft_vocabulary(s),
         "?embed_tokens.weight": (s["vocabulary"], Unknown("embedding")),
         "?lm_head.weight": (s["draft_vocabulary"], hidden), "?mask_embedding": (None,),
     }  # fmt: skip
 
 
+def _latent_spark_tensors(s: Sizes, index: int, present: Present) -> DeclaredShapes:
+    """DSpark tensors with layers of latent attention."""
+    at, hidden, inner = f"layers.{index}.", s["hidden"], s["inner"]
+    return {
+        **{f"{at}{norm}.weight": (hidden,) for norm in ("input_layernorm", "post_attention_layernorm")},
+        **latent_shapes(f"{at}self_attn.", s),
+        **{f"{at}mlp.{name}_proj.weight": (inner, hidden) for name in ("gate", "up")},
+        f"{at}mlp.down_proj.weight": (hidden, inner),
+        **({} if index else {**_around(s), **_markov_tensors(s, present)}),
+    }
+
+
 def _spark_tensors(s: Sizes, index: int, present: Present) -> DeclaredShapes:
-    """DFlash tensors, and those of a Markov head, whose names end with `.weight` or not."""
+    """DFlash tensors, and those of a Markov head."""
+    return _flash_tensors(s, index, present) | ({} if index else _markov_tensors(s, present))
+
+
+def _markov_tensors(s: Sizes, present: Present) -> DeclaredShapes:
+    """Tensors of a Markov head, whose names end with `.weight` or not."""
     end = "" if "markov_head.markov_w1" in present else ".weight"
     rank, rows = Unknown("rank"), (s["vocabulary"], s["draft_vocabulary"])
     markov: DeclaredShapes = {f"markov_head.markov_w{i + 1}{end}": (rows[i], rank) for i in range(2)}
     for gate in ("gate_proj", "joint_proj"):
         markov |= {f"?markov_head.{gate}.weight": (None, None), f"?markov_head.{gate}.bias": (None,)}
-    return _flash_tensors(s, index, present) | ({} if index else markov)
+    return markov
 
 
 def _flash2_tensors(s: Sizes, index: int, present: Present) -> DeclaredShapes:
@@ -465,6 +497,19 @@ DSPARK = replace(
     keys=("markov_rank",),
     anchored=False,
 )
+KIMI_DSPARK = replace(
+    DSPARK,
+    key="k3_dspark",
+    title="DSpark (Kimi-K3's, latent attention)",
+    tensors=_latent_spark_tensors,
+    speculators=(),
+    says={},
+    gguf_marker="",
+    model_types=("k3_dspark",),
+    architectures=("k3dspark",),
+    keys=(),
+    renamed=(("context_proj.", "fc."), ("context_norm.", "hidden_norm."), ("final_norm.", "norm.")),
+)
 
 
 # Training.
@@ -506,7 +551,7 @@ HEAD = HeadKind(
     shapes=shapes,
     fit=fit,
     drafter="block",
-    formats=(DSPARK, DFLASH2, DFLASH),
+    formats=(KIMI_DSPARK, DSPARK, DFLASH2, DFLASH),
     training=Training(
         spec=trained_spec, initial=initial, depth=8, layer=partial(published_layer, qk_norm=True, biases=False)
     ),

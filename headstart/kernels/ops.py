@@ -37,13 +37,14 @@ Weight = Any  # opaque weight owned by a backend: a float32 vector, or a matrix 
 LoraTable = Any  # opaque LoRA factors of one matrix, by adapter slot (AdapterBackend.lora_table)
 Pool = Any  # opaque paged storage with one row per slot: keys and values, hidden states, or recurrent states
 Activation = Literal[
-    "silu", "gelu", "gelu_tanh", "relu", "relu2", "identity", "clamped", "silu_7", "silu_16", "silu_of_10"
+    "silu", "gelu", "gelu_tanh", "relu", "relu2", "identity", "clamped", "silu_7", "silu_16", "silu_of_10", "situ"
 ]
-"""silu(x) = x / (1 + e^-x); gelu by erf or by the tanh approximation; relu2 = relu(x)^2. The last four are gated
+"""silu(x) = x / (1 + e^-x); gelu by erf or by the tanh approximation; relu2 = relu(x)^2. The last five are gated
 products of gate g and up u:
 clamped: min(g, 7) * sigmoid(1.702 * g) * (u + 1), u clamped to [-7, 7] (gpt-oss);
 silu_7, silu_16: min(silu(g), limit) * u, u clamped to [-limit, limit];
-silu_of_10: silu(min(g, 10)) * u, u clamped to [-10, 10]."""
+silu_of_10: silu(min(g, 10)) * u, u clamped to [-10, 10];
+situ: 4 tanh(g / 4) * sigmoid(g) * 25 tanh(u / 25) (Kimi-K3)."""
 
 NEVER = -1e30  # logit of a token that is never sampled; finite, because logits must be finite
 REFINED = 32  # columns in one block of `Ops.refine`: the native kernels compute that many outputs together
@@ -261,7 +262,8 @@ class Ops(Protocol):
         mixes [R, n + n + n * n]; base of that width; scale [3]: one per part. Input: sigmoid(scale * mix + base)
         + eps. Output: magnitude * sigmoid(...). Mixing matrix: softmax over its rows + eps, then columns and rows are
         divided in turn by their sums + eps, `iterations` times for columns (Sinkhorn). mixes [R, n] with scale [1]:
-        input weights only. Without a matrix (spec.mixed): mixes [R, 2 n], scale [2], output + eps."""
+        input weights only, with spec.softmax softmax(...) + eps. Without a matrix (spec.mixed): mixes [R, 2 n],
+        scale [2], output + eps."""
 
     def sum_streams(self, streams: Buffer, weights: Buffer | None, spec: StreamSpec) -> Buffer:
         """Sum of n streams by the first n weights; weights None: their mean. [R, n * H] -> [R, H]."""
@@ -286,8 +288,9 @@ class Ops(Protocol):
         that indexer pool."""
 
     def attend(
-        self, q: Buffer, pool: Pool, spec: AttentionSpec, sinks: Weight | None = None, chosen: Pool = None
-    ) -> Buffer:
+        self, q: Buffer, pool: Pool, spec: AttentionSpec, sinks: Weight | None = None, chosen: Pool = None,
+        bias: Buffer | None = None,
+    ) -> Buffer:  # fmt: skip
         """Attention of q [R, heads * head_dim] over its sequence's keys and values -> [R, heads * value_width].
 
         A row sees positions from max(plan.first_position, position - window + 1, start of its chunk) to
@@ -295,7 +298,8 @@ class Ops(Protocol):
         block tables say where they lie; any layer may have written them, in this pass or before.
         sinks [heads]: one more logit in each head's softmax, without a value. chosen: an indexer's pool; the row sees
         only the positions selected there, and sums them in order as if they were consecutive from
-        plan.first_position."""
+        plan.first_position. bias [R, heads * E]: added to the scaled scores of the row's own position (a head's last
+        number) and of the E - 1 positions before it; cannot be combined with `chosen`."""
 
     def causal_conv(self, x: Buffer, weight: Weight, pool: Pool, spec: ConvSpec, bias: Weight | None = None) -> Buffer:
         """Depthwise causal convolution along each sequence -> [R, channels].

@@ -38,6 +38,7 @@ class StreamSpec:
     mixed: bool = True  # False: no mixing matrix, each stream keeps itself
     weighted_end: bool = True  # the final sum has weights; False: the mean
     gate_rank: int = 0  # rank of the gates of every feature (layers/streams.py: GatedStreams); 0: a weight per stream
+    softmax: bool = False  # the weights of a sum alone are a softmax (attention residuals)
 
     @property
     def num_mixes(self) -> int:

@@ -9,8 +9,9 @@ from headstart.layers.altup import AltUpConfig
 from headstart.layers.costs import DecoderCost, LayerCost, num_elements, num_table_elements
 from headstart.layers.decoder import Decoder, LayerConfig, norm_suffixes
 from headstart.layers.linear import Linear
-from headstart.layers.norm import Unnormed
+from headstart.layers.norm import RMSNorm, Unnormed
 from headstart.layers.parts import MixerConfig
+from headstart.layers.residual_bank import ResidualBankConfig
 from headstart.layers.streams import EqualStreams, StreamExpansion, build_hyper_connection, hyper_connection_shapes
 from headstart.layers.weights import Shapes, Weights
 
@@ -40,13 +41,13 @@ class DecoderConfig:
     max_length: int  # context, in positions
     tied: bool  # the LM head is the embedding
     embedding_scale: float = 1.0  # multiplies embeddings
-    embedding_norm: bool = False  # they are normed, without a weight
+    embedding_norm: bool | Literal["weighted"] = False  # they are normed, without a weight or with one
     logit_scale: float = 1.0  # multiplies logits
     logit_softcap: float = 0.0  # 0: none
     centered: bool = False  # the final norm subtracts the mean (LayerNorm)
     biased: bool = False  # the final norm adds a bias
     final_norm: bool = True  # False: the LM head reads the stream as it is
-    streams: StreamSpec | AltUpConfig | None = None  # residual streams of all layers; None: one
+    streams: StreamSpec | AltUpConfig | ResidualBankConfig | None = None  # residual streams of all layers; None: one
     num_mtp: int = 0  # native MTP modules that config.json declares
     mtp_layer: LayerConfig | None = None  # the block of an MTP module; None: like the last layer
     mtp_lm_heads: bool = False  # each MTP module has its own LM head
@@ -99,7 +100,9 @@ class DecoderConfig:
         """Names and shapes of tensors outside the layers."""
         embedding = (self.vocab_size, self.hidden_size)
         shapes: Shapes = {"embed_tokens.weight": embedding}
-        if isinstance(self.streams, AltUpConfig):
+        if self.embedding_norm == "weighted":
+            shapes["embed_norm.weight"] = (self.hidden_size,)
+        if isinstance(self.streams, AltUpConfig | ResidualBankConfig):
             shapes |= self.streams.shapes(self.hidden_size)
         elif self.streams and self.streams.weighted_end:
             shapes |= hyper_connection_shapes("streams", self.hidden_size, self.streams, last=True)
@@ -120,16 +123,24 @@ def build_decoder(weights: Weights, config: DecoderConfig) -> Decoder:
         else Unnormed(weights.unweighted_norm(config.hidden_size, config.eps).weight, config.eps),
         lm_head=Linear(weights.get(head, config.vocab_size, config.hidden_size)),
         embedding_scale=config.embedding_scale,
-        embedding_norm=weights.unweighted_norm(config.hidden_size, config.eps) if config.embedding_norm else None,
+        embedding_norm=_embedding_norm(weights, config),
         logit_scale=config.logit_scale,
         logit_softcap=config.logit_softcap,
         streams=_build_streams(weights, config),
     )
 
 
+def _embedding_norm(weights: Weights, config: DecoderConfig) -> RMSNorm | None:
+    if config.embedding_norm == "weighted":
+        return weights.norm("embed_norm", config.hidden_size, config.eps)
+    return weights.unweighted_norm(config.hidden_size, config.eps) if config.embedding_norm else None
+
+
 def _build_streams(weights: Weights, config: DecoderConfig) -> StreamExpansion | None:
     if isinstance(config.streams, AltUpConfig):
         return config.streams.build(weights, config.hidden_size)
+    if isinstance(config.streams, ResidualBankConfig):
+        return config.streams.build(weights, config.hidden_size, config.eps)
     if config.streams is None:
         return None
     if not config.streams.weighted_end:

@@ -18,7 +18,13 @@ from headstart.layers.weights import Shapes, Weights
 Tap = Literal["post_norm", "pre_norm", "streams"] | tuple[int, ...]
 """The trunk's hidden state that a head reads: after or before the final norm, all residual streams after the last
 layer, or the inputs of these layers, concatenated; the number after the last layer's is its output. Of several residual
-streams their mean is read."""
+streams their mean is read, with attention residuals the mixture that the layer reads."""
+
+
+class SumTaps(tuple[int, ...]):
+    """Taps that read the newest sum of a trunk with attention residuals instead of the mixture."""
+
+    __slots__ = ()
 
 
 def tap_width(tap: Tap, hidden_size: int, num_streams: int = 1) -> int:
@@ -354,7 +360,9 @@ class DecoderProgram:
             return
         if state.delta is not None:  # the layer's norm must not add it again
             state.delta, state.residual = None, ops.add(state.delta, state.residual)
-        stream = ops.sum_streams(state.residual, None, streams.spec) if streams else state.residual
+        layer = self.model.layers[index] if index < len(self.model.layers) else None
+        sums = isinstance(self.tap, SumTaps)
+        stream = streams.tapped(ops, state.residual, layer, sums=sums) if streams else state.residual
         if self.hidden_pool is None:
             state.tapped = stream if state.tapped is None else ops.concat(state.tapped, stream)
         else:  # concatenated in the pool

@@ -32,6 +32,7 @@ class KDAConfig(MixerConfig):
     conv_width: int  # taps of the convolution
     bound: float = 0.0  # least log decay, below 0; 0: decays have no bound
     rank: int = 0  # of W_f and W_g; 0: each is one matrix
+    full_gate: bool = False  # W_g is one matrix, whatever the rank
     activation: Activation = "silu"  # after the convolution
     num_kernels: ClassVar[int] = 14
 
@@ -80,7 +81,7 @@ class KDAConfig(MixerConfig):
         name, inner = f"{prefix}.self_attn", self.inner
         matrices = {f"{part}_proj": (inner, in_features) for part in "qkv"} | {"b_proj": (self.num_heads, in_features)}
         for part in "fg":
-            if self.rank:
+            if self.rank and not (part == "g" and self.full_gate):
                 matrices |= {f"{part}_a_proj": (self.rank, in_features), f"{part}_b_proj": (inner, self.rank)}
             else:
                 matrices[f"{part}_proj"] = (inner, in_features)

@@ -141,6 +141,17 @@ class MLA(Mixer):
     sinks: Weight | None = None
     indexer: Indexer | None = None
 
+    def store(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> None:
+        """Stores latents of rows without queries, in a layer without an indexer."""
+        latent, key_rope = self.latent(ops, x), self.key_rope(ops, x) if self.key_rope else None
+        self._store(ops, latent, key_rope, positions, pool)
+
+    def _store(self, ops: Ops, latent: Buffer, key_rope: Buffer | None, positions: Buffer, pool: Pool) -> None:
+        latent = self.latent_norm(ops, latent)
+        key_rope = self._rotated(ops, key_rope, positions)
+        key = latent if key_rope is None else ops.concat(latent, key_rope)
+        ops.store_kv(key, latent, pool, self.config.spec)
+
     def __call__(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> Buffer:
         config = self.config
         latent_pool, index_pools = self._pools(pool)
@@ -155,12 +166,9 @@ class MLA(Mixer):
             self.indexer(ops, indexed, queries, positions, index_pools)
         query_rope = self._rotated(ops, query_rope, positions)
         q = ops.head_linear(query, self.absorb_key)
-        latent = self.latent_norm(ops, latent)
-        key_rope = self._rotated(ops, key_rope, positions)
-        k = latent
-        if key_rope is not None:
-            q, k = ops.concat(q, query_rope, config.num_heads), ops.concat(latent, key_rope)
-        ops.store_kv(k, latent, latent_pool, config.spec)
+        if query_rope is not None:
+            q = ops.concat(q, query_rope, config.num_heads)
+        self._store(ops, latent, key_rope, positions, latent_pool)
         attended = ops.attend(q, latent_pool, config.spec, self.sinks, index_pools[-1] if index_pools else None)
         values = ops.head_linear(attended, self.absorb_value)
         return self.output(ops, values if gate is None else ops.sigmoid_mul(gate, values))

@@ -4,7 +4,7 @@ Canonical tensors under `{prefix}`: `gate.weight` [E, H] (the router), `gate.e_s
 by one (`experts.{e}.gate_proj.weight`, up_proj, down_proj) or stacked (`experts.gate_proj.weight` [E, I, H]; or
 `experts.gate_up_proj` [E, 2 I, H] with `experts.down_proj` [E, H, I]), `shared_experts.{gate,up,down}_proj.weight`,
 `shared_expert_gate.weight` [1, H]; `fc1_latent_proj.weight` [L, H] and `fc2_latent_proj.weight` [H, L] around routed
-experts that read L columns (LatentMoE of Nemotron 3).
+experts that read L columns (LatentMoE of Nemotron 3), `latent_norm.weight` [L] before the second (Kimi-K3).
 """
 
 from collections.abc import Iterator
@@ -20,6 +20,7 @@ from headstart.kernels.ops import Activation, Buffer, Experts, Ops, RawTensor, R
 from headstart.layers.costs import RoutedExperts, num_elements
 from headstart.layers.linear import Linear
 from headstart.layers.mlp import MLPConfig
+from headstart.layers.norm import RMSNorm
 from headstart.layers.parts import FeedForward
 from headstart.layers.weights import Shapes, Weights
 
@@ -39,6 +40,8 @@ class MoEConfig:
     biases: bool = False  # the router and all matrices of experts have biases
     gated: bool = True  # experts have a gate_proj
     latent: int = 0  # columns that routed experts read and write between two shared matrices (LatentMoE); 0: none
+    latent_eps: float = 0.0  # of a norm of what these experts write; 0: no norm
+    always: int = 0  # the last of the routed experts, which every row takes: their biases are large
     table: int = 0  # rows of `gate.table` [V, top_k], which names the experts of each token; 0: the router selects
     num_kernels: ClassVar[int] = 10
 
@@ -69,6 +72,9 @@ class MoEConfig:
             )
             if self.latent
             else None,
+            latent_norm=weights.norm(f"{prefix}.latent_norm", self.latent, self.latent_eps)
+            if self.latent_eps
+            else None,
             table=self._table(weights, f"{prefix}.gate.table"),
         )
 
@@ -97,6 +103,8 @@ class MoEConfig:
         if self.latent:
             shapes[f"{prefix}.fc1_latent_proj.weight"] = (self.latent, hidden)
             shapes[f"{prefix}.fc2_latent_proj.weight"] = (hidden, self.latent)
+        if self.latent_eps:
+            shapes[f"{prefix}.latent_norm.weight"] = (self.latent,)
         if self.shared:
             shapes |= self._shared().shapes(f"{prefix}.shared_experts", hidden)
         if self.shared_gate:
@@ -124,6 +132,7 @@ class MoE:
     shared: FeedForward | None = None
     shared_gate: Linear | None = None
     latent: tuple[Linear, Linear] | None = None
+    latent_norm: RMSNorm | None = None
     table: Weight | None = None
 
     def __call__(self, ops: Ops, x: Buffer, token_ids: Buffer = None) -> Buffer:
@@ -141,7 +150,8 @@ class MoE:
         if self.latent is None:
             return ops.moe(x, logits, self.bias, self.experts, self.spec, token_experts)
         down, up = self.latent
-        return up(ops, ops.moe(down(ops, x), logits, self.bias, self.experts, self.spec, token_experts))
+        y = ops.moe(down(ops, x), logits, self.bias, self.experts, self.spec, token_experts)
+        return up(ops, self.latent_norm(ops, y) if self.latent_norm else y)
 
 
 def read_experts(

@@ -19,7 +19,7 @@ Formula: transformers 5.24, `Qwen4ExpTextGatedResidual`. Canonical tensors: `hc_
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -35,18 +35,28 @@ DOWN, UP, INJECT = "input_mix_weight_down", "input_mix_weight_up", "block_inject
 class StreamExpansion(Protocol):
     """From one stream to several before the first layer, and back to one after the last."""
 
-    @property
-    def spec(self) -> StreamSpec: ...
-
     def expand(self, ops: Ops, x: Buffer) -> Buffer:
         """[R, H] -> [R, streams * H]."""
 
     def collapse(self, ops: Ops, streams: Buffer) -> tuple[Buffer, Buffer | None]:
         """[R, streams * H] -> ([R, H], weights for `HyperConnection.distribute`)."""
 
+    def tapped(self, ops: Ops, streams: Buffer, layer: Any, *, sums: bool) -> Buffer:
+        """[R, streams * H] before `layer` (None: after the last one) -> what a drafter reads of them [R, H]. sums: see
+        layers.decoder.SumTaps."""
+
+
+class Averaged:
+    """Drafters read the mean of the streams."""
+
+    spec: StreamSpec
+
+    def tapped(self, ops: Ops, streams: Buffer, layer: Any, *, sums: bool) -> Buffer:
+        return ops.sum_streams(streams, None, self.spec)
+
 
 @dataclass(frozen=True)
-class EqualStreams:
+class EqualStreams(Averaged):
     """The same in each stream, and their mean."""
 
     spec: StreamSpec
@@ -59,7 +69,7 @@ class EqualStreams:
 
 
 @dataclass(frozen=True)
-class HyperConnection:
+class HyperConnection(Averaged):
     """Sums and mixes the streams around one part of a layer."""
 
     spec: StreamSpec

@@ -23,8 +23,11 @@ MAX_DIM, MAX_TAPS = 256, 16
 CONVS = tuple(f"{part}_conv1d.weight" for part in "qkv")
 
 
-def mixer(config: Config, *, heads: int, dim: int, width: int, bound: float, low_rank: bool) -> KDAConfig:
-    """`low_rank`: the matrices of decay and gate are products. Raises ModelError for impossible sizes."""
+def mixer(
+    config: Config, *, heads: int, dim: int, width: int, bound: float, low_rank: bool, full_gate: bool = False,
+) -> KDAConfig:  # fmt: skip
+    """low_rank: the matrices of decay and gate are products; full_gate: not that of the gate. Raises ModelError for
+    impossible sizes."""
     if dim > MAX_DIM or not 2 <= width <= MAX_TAPS:
         raise ModelError(
             f"config.json: linear attention has heads of {dim} and a convolution of {width}",
@@ -32,7 +35,8 @@ def mixer(config: Config, *, heads: int, dim: int, width: int, bound: float, low
         )
     if bound > 0 or not math.isfinite(bound):
         raise ModelError(f"config.json: the lower bound of log decays is {bound}, but must be a number below 0")
-    return KDAConfig(heads, dim, width, bound, rank=dim if low_rank else 0, activation=keys.activation(config))
+    rank = dim if low_rank else 0
+    return KDAConfig(heads, dim, width, bound, rank=rank, full_gate=full_gate, activation=keys.activation(config))
 
 
 def bound_of(config: Config, key: str, *, safe: bool) -> float:
@@ -52,7 +56,7 @@ def linear_config(config: Config) -> Config:
         raise ModelError("config.json: linear_attn_config is not an object")
     theirs = {"head_dim": "linear_head_dim", "num_heads": "linear_num_heads",
               "short_conv_kernel_size": "linear_conv_kernel_dim", "gate_lower_bound": "linear_lower_bound",
-              "safe_gate": "linear_safe_gate"}  # fmt: skip
+              "safe_gate": "linear_safe_gate", "use_full_rank_gate": "linear_full_gate"}  # fmt: skip
     known = {*theirs, "full_attn_layers", "kda_layers"}
     if unknown := sorted({*inner} - known):
         raise ModelError(f"config.json: linear_attn_config has {unknown[0]!r}", f"known: {', '.join(sorted(known))}")

@@ -151,9 +151,6 @@ LAYOUTS: Mapping[str, MTPLayout] = {
         ),
     ),
     "step5": MTPLayout(title="Step-5", tensors=_module(LAYER, _deepseek, _norms, _attention)),
-    "kimi_k3": MTPLayout(
-        title="Kimi-K3", architectures=("kimik3",), tensors=_module(LAYER, _deepseek, _norms, _latent)
-    ),
     "dots3_note": MTPLayout(
         title="dots3_note",
         own=("embedding",),

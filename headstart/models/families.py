@@ -114,7 +114,7 @@ def read_any(config: Mapping[str, Any]) -> tuple[Family, DecoderConfig, str]:
     variant that its family refuses, is read by the keys that most families share, and the note says so (else it is
     empty). Raises ModelError for missing or impossible sizes."""
     text, note = text_config(config), ""
-    for model_type in (text.get("model_type"), config.get("model_type")):
+    for model_type in (config.get("model_type"), text.get("model_type")):
         if (family := known_family(model_type)) is None:
             continue
         try:

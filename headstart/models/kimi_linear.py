@@ -29,9 +29,7 @@ EXPERT_PARTS: Mapping[str, str] = {"w1": "gate_proj", "w2": "down_proj", "w3": "
 def parse(config: Config) -> DecoderConfig:
     keys.refuse_gguf(config, LLAMA_CPP)
     keys.refuse_others(config, SERVED)
-    told = {ours: config.get(key) for key, ours in THEIRS.items()}
-    config = keys.inside(config, {key: value for key, value in told.items() if value is not None})
-    config = _kda.linear_config(config)
+    config = with_usual_keys(config)
     kinds = _kda.kinds_of(config)
     if kinds is None:
         kinds = [_kda.FULL if i and i % 4 == 0 else _kda.LINEAR for i in range(keys.num_layers(config))]
@@ -46,6 +44,12 @@ def parse(config: Config) -> DecoderConfig:
     return keys.decoder(config, layers, max_length=length, mtp_layer=keys.layer(config, mixers[_kda.FULL], sparse))
 
 
+def with_usual_keys(config: Config) -> Config:
+    """The config with DeepSeek's names of Kimi's keys, and linear attention's keys at top level."""
+    told = {ours: config.get(key) for key, ours in THEIRS.items()}
+    return _kda.linear_config(keys.inside(config, {key: value for key, value in told.items() if value is not None}))
+
+
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
     """Family.adapt: renames experts from Mixtral's names to DeepSeek's."""
     named: dict[str, RawTensor] = {}
@@ -57,12 +61,12 @@ def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool)
     return _kda.adapt(named, config, from_gguf)
 
 
-def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
-    """Family.restore: inverse of `adapt`."""
+def restore(arrays: Arrays, config: DecoderConfig, shape: tuple[int, ...] = (1, 1, -1, 1)) -> Arrays:
+    """Family.restore: inverse of `adapt`. shape: of A_log."""
     theirs: Arrays = {}
     back = {ours: name for name, ours in EXPERT_PARTS.items()}
-    for name, array in _kda.restore(arrays, config, (1, 1, -1, 1)).items():
-        written = re.sub(r"\.mlp\.(gate\.|shared_experts|experts)", r".block_sparse_moe.\1", name)
+    for name, array in _kda.restore(arrays, config, shape).items():
+        written = re.sub(r"\.mlp\.(gate\.|shared_experts|experts|routed_expert_)", r".block_sparse_moe.\1", name)
         if match := re.fullmatch(r"(.+\.experts\.\d+)\.(\w+_proj)\.(.+)", written):
             written = f"{match[1]}.{back[match[2]]}.{match[3]}"
         theirs[written] = array

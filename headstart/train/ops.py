@@ -18,6 +18,7 @@ from headstart.kernels.ops import AttentionSpec, KVSpec, Pool
 from headstart.kernels.reference.ops import (
     ReferenceOps,
     attention_weights,
+    biases_of,
     block_scores,
     entries_of,
     grouped_mask,
@@ -110,11 +111,19 @@ class TrainOps(ReferenceOps):
         return _unrolled_attention(heads, both, spec, sinks, seen).transpose(1, 2).flatten(-2)
 
     def attend(
-        self, q: Tensor, pool: Pool, spec: AttentionSpec, sinks: Tensor | None = None, chosen: Pool = None
-    ) -> Tensor:
+        self, q: Tensor, pool: Pool, spec: AttentionSpec, sinks: Tensor | None = None, chosen: Pool = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """q [B, T, H * D] of the pool's latest draft step -> [B, T, H * V]."""
         heads = q.unflatten(-1, (spec.num_heads, spec.head_dim)).transpose(1, 2)
-        if len(pool.keys) > 1 or spec.window or spec.chunk or spec.softcap or sinks is not None or chosen is not None:
+        if bias is not None:  # of a trunk, which has one step
+            rows = torch.arange(q.shape[1], device=q.device)
+            near = biases_of(bias.unflatten(-1, (spec.num_heads, -1)).transpose(1, 2), rows - rows[:, None])
+            out = scaled_dot_product_attention(
+                heads, pool.keys[0], pool.values[0], _mask(q.shape[1], 0, spec, q) + near, scale=spec.scale,
+                enable_gqa=spec.num_heads != spec.num_kv_heads,
+            )  # fmt: skip
+        elif len(pool.keys) > 1 or spec.window or spec.chunk or spec.softcap or sinks is not None or chosen is not None:
             out = _unrolled_attention(heads, pool, spec, sinks, None if chosen is None else chosen.chosen)
         else:
             out = scaled_dot_product_attention(

@@ -10,7 +10,7 @@ from native_ops import PATHS, Array, Part, assert_same_bits, plan_of
 
 from headstart.core import StepPlan
 from headstart.kernels.native.backend import NativeBackend
-from headstart.kernels.ops import AttentionSpec, Experts
+from headstart.kernels.ops import Activation, AttentionSpec, Experts
 from headstart.kernels.reference.backend import ReferenceBackend
 from headstart.kernels.specs import CompressSpec, IndexSpec, NGramSpec, RopeSpec, RouterSpec, StreamSpec
 
@@ -21,6 +21,7 @@ STREAMS = {
     "three, columns once": StreamSpec(3, 1, 1e-3),
     "one": StreamSpec(1, 2, 1e-6),
     "not mixed": StreamSpec(3, 0, 1e-3, 1.5, mixed=False),
+    "a softmax at the end": StreamSpec(5, 1, 1e-3, softmax=True),
 }
 COMPRESSED = {
     "overlap, chosen": (CompressSpec(4, 20, overlap=True), IndexSpec(5, 9, 6, 4)),
@@ -107,6 +108,24 @@ def test_attention_over_a_window_and_entries(path: str, kind: str) -> None:
 
 
 @paths
+@pytest.mark.parametrize(("window", "extent"), [(0, 7), (0, 70), (11, 11)])
+def test_attention_with_biases_by_distance(path: str, window: int, extent: int) -> None:
+    spec = AttentionSpec(6, 2, 9, 0.3, window=window)
+
+    def code_on(world: World) -> Code:
+        q, k, v, bias = (world.rows(width) for width in (6 * 9, 2 * 9, 2 * 9, 6 * extent))
+        pool = world.on.kv_pool(18 * 16, spec)
+
+        def code(ops: Any, step: Any) -> dict[str, Any]:
+            ops.store_kv(k(ops, step), v(ops, step), pool, spec)
+            return {"y": ops.attend(q(ops, step), pool, spec, bias=bias(ops, step))}
+
+        return code
+
+    check(path, code_on)
+
+
+@paths
 @pytest.mark.parametrize("kind", STREAMS)
 def test_streams_are_summed_and_mixed(path: str, kind: str) -> None:
     spec = STREAMS[kind]
@@ -141,8 +160,8 @@ def test_the_last_features_turn_by_neighbours(path: str, inverse: bool) -> None:
 
 
 @paths
-@pytest.mark.parametrize("token_experts", [False, True])
-def test_experts_that_tokens_name(path: str, token_experts: bool) -> None:
+@pytest.mark.parametrize(("token_experts", "kind"), [(False, "silu_of_10"), (True, "silu_of_10"), (False, "situ")])
+def test_experts_that_tokens_name(path: str, token_experts: bool, kind: Activation) -> None:
     """Scores of a softplus's root; factors that are limited."""
     spec = RouterSpec(7, 3, "softplus", scale=1.5)
     names = np.random.default_rng(1).integers(0, 7, (COUNT, 3))
@@ -152,7 +171,7 @@ def test_experts_that_tokens_name(path: str, token_experts: bool) -> None:
         parts = {"gate": (24, WIDTH), "up": (24, WIDTH), "down": (WIDTH, 24)}
         matrices = {part: tuple(world.weight(*shape) for _ in range(7)) for part, shape in parts.items()}
         experts, table = (
-            Experts(**matrices, activation="silu_of_10"),
+            Experts(**matrices, activation=kind),
             world.on.index(names.reshape(-1).astype(np.int64)),
         )
 

@@ -83,8 +83,6 @@ OWN = {
     "bailing_hybrid": {**LATENT, **EXPERTS, "layer_group_size": 4}, "dots3_note": {**LATENT, **EXPERTS, **INDEXER},
     "glm5_next": {**LATENT, **EXPERTS, **INDEXER, "hc_mult": 4, "layer_types": ["linear_attention"] * 4 + ["full"] * 4},
     "hy_v4": {**LATENT, **EXPERTS, **INDEXER, "hc_mult": 4, "indexer_types": ["full", *["shared"] * 7]},
-    "kimi_k3": {
-        **LATENT, **EXPERTS, "linear_attn_config": {"full_attn_layers": [4, 8], "num_heads": 8, "head_dim": 32}},
     "mimo_v2": {**EXPERTS, "n_routed_experts": 16, "sliding_window": 128, "v_head_dim": 32, "n_shared_experts": None},
     "minicpm3": LATENT, "minimax_m3": {**EXPERTS, "sparse_attention_config": BLOCKS},
     "pangu_ultra_moe": {**LATENT, **EXPERTS},
@@ -101,7 +99,7 @@ def test_a_described_family_has_costs(name: str) -> None:
     total = sum(each.weights for each in cost.layers) + cost.outer + cost.embedding + cost.lm_head
     assert total == num_elements(sizes.shapes())
     kinds = {each.mixer for each in cost.layers}
-    mixed = ("bailing_hybrid", "glm5_next", "hy_v4", "kimi_k3", "mimo_v2")
+    mixed = ("bailing_hybrid", "glm5_next", "hy_v4", "mimo_v2")
     assert len(kinds) == (2 if name in mixed else 1)
 
 

@@ -20,8 +20,9 @@ ALIASES = (
     (r"^(?:model|draft_model)\.", ""),
     (r"^logit_head\.", ""),
     (r"^midlayer\.", "layers.0."),
-    (r"^encoder\.fc\.", "fc."),
-    (r"^encoder\.output_norm_enc\.", "hidden_norm."),
+    (r"^(?:encoder\.fc|context_proj)\.", "fc."),
+    (r"^(?:encoder\.output_norm_enc|context_norm)\.", "hidden_norm."),
+    (r"^final_norm\.", "norm."),
     (r"^(markov_head\.markov_w[12])$", r"\1.weight"),
     (r"^(candidate_selector\.\w+_codebook)\.weight$", r"\1"),
 )

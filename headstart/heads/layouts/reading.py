@@ -32,9 +32,10 @@ from headstart.heads.layouts.names import canonical, check_whole, draft_ids
 from headstart.heads.published import Document, identify
 from headstart.kernels.ops import AttentionSpec
 from headstart.layers.attention import AttentionConfig
-from headstart.layers.decoder import LayerConfig
+from headstart.layers.decoder import LayerConfig, SumTaps
+from headstart.layers.mla import MLAConfig
 from headstart.layers.mlp import MLPConfig
-from headstart.layers.rope import rope_spec
+from headstart.layers.rope import rope_spec, scaling_of, yarn_mscale
 
 SPECULATORS = "speculators_model_type"
 SECTIONS = ("dflash_config", "eagle_config", "dspark_config")
@@ -43,15 +44,16 @@ MASK_KEYS = ("mask_token_id", "dspark_noise_token_id")
 BLOCK_KEYS = ("block_size", "dspark_block_size")
 TAP_KEYS = ("target_layer_ids", "dspark_target_layer_ids")
 RANK_KEYS = ("markov_rank", "dspark_markov_rank")
-DFLASH2 = "dflash2"
+DFLASH2, DSPARK, KIMI = "dflash2", "dspark", "k3_dspark"
 REFUSED: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"), "projector_type": ("dflash", "dspark"),
     "markov_head_type": ("vanilla", "gated", "rnn"),
     "use_aux_hidden_state": (True,), "attention_value_scale": (1, 1.0), "mlp_bias": (False,),
+    **dict.fromkeys(("mla_use_nope", "mla_use_output_gate", "mla_use_qk_norm"), (False,)),
 }  # fmt: skip
 """Keys that change the formula -> their supported values."""
-THETA, WINDOW, BLOCK = 1e6, 4096, 8
-"""Defaults: RoPE base of a Qwen3 drafter in vLLM, sliding window of Qwen3, block_size of speculators."""
+THETA, KIMI_THETA, WINDOW, BLOCK = 1e6, 5e4, 4096, 8
+"""Defaults: RoPE bases of a Qwen3 drafter and of Kimi-K3's in vLLM, Qwen3's sliding window, speculators' block_size."""
 
 
 def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadCheckpoint:
@@ -74,7 +76,8 @@ def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadC
         verifier = (document.get("speculators_config") or {}).get("verifier") or {}
         return HeadCheckpoint(
             spec=spec, hidden_size=hidden, vocab_size=vocab_size, draft_token_ids=ids, tensors=named,
-            trunk=str(verifier.get("name_or_path") or ""), trunk_layers=int(document.get("num_target_layers") or 0),
+            trunk=str(verifier.get("name_or_path") or ""),
+            trunk_layers=0 if drafter.kind == KIMI else int(document.get("num_target_layers") or 0),
         )  # fmt: skip
 
 
@@ -82,7 +85,7 @@ def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadC
 class _Drafter:
     """The config.json of a published block drafter."""
 
-    kind: str  # key of its DrafterFormat: dflash, dflash2 or dspark
+    kind: str  # key of its DrafterFormat: dflash, dflash2, dspark or k3_dspark
     document: Document  # the whole config.json
     inner: Document  # top level, overridden by the object with the layers' sizes
     flash: Document  # merged SECTIONS
@@ -174,7 +177,7 @@ class _Drafter:
         from_anchor = self.value("sample_from_anchor")
         if from_anchor is None and (bonus := self.value("dspark_bonus_anchor")) is not None:
             from_anchor = not bonus
-        return self.kind == "dspark" if from_anchor is None else bool(from_anchor)
+        return self.kind in (DSPARK, KIMI) if from_anchor is None else bool(from_anchor)
 
     def _drafts(self, anchor: bool) -> int:
         """Number of tokens that one pass drafts: its rows, without the anchor's if that drafts none."""
@@ -203,7 +206,8 @@ class _Drafter:
             ids = self._default_taps() if ids is None else ids
         if not isinstance(ids, list) or not ids or not all(type(each) is int for each in ids):
             raise ModelError(f"{self.path / 'config.json'}: the layers that the drafter reads are {ids!r}, not a list")
-        return tuple(each + first for each in ids)
+        taps = [each + first for each in ids]
+        return SumTaps(taps) if self.kind == KIMI else tuple(taps)
 
     def _default_taps(self) -> list[int]:
         """z-lab's default: as many layers as the drafter has, spread from the second to the third last."""
@@ -248,7 +252,10 @@ class _Drafter:
         return tuple(window if each else 0 for each in sliding)
 
     def _layer(self, named: Mapping[str, Tensor]) -> LayerConfig:
-        """The config of a layer: Qwen3's block, with norms of q and k, and attention biases everywhere or nowhere."""
+        """The config of a layer: Qwen3's block, with norms of q and k, and attention biases everywhere or nowhere; of
+        Kimi-K3's drafter latent attention."""
+        if self.kind == KIMI:
+            return self._latent_layer()
         heads = self.number(self.inner, "num_attention_heads")
         norm = named.get("layers.0.self_attn.q_norm.weight")
         dim = self.number(self.inner, "head_dim", norm.shape[0] if norm else None)
@@ -270,6 +277,25 @@ class _Drafter:
             mlp=MLPConfig(inner=self.number(self.inner, "intermediate_size")),
             eps=float(self.inner.get("rms_norm_eps", 1e-6)),
         )
+
+    def _latent_layer(self) -> LayerConfig:
+        if self._causal()[0] or any(self._windows()):
+            raise ModelError(f"{self.path}: windows and causal blocks of latent attention are not run here")
+        names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        rank, latent, nope, rotary, value = (self.number(self.inner, name) for name in names)
+        eps = float(self.inner.get("rms_norm_eps", 1e-6))
+        scaling, scale = scaling_of(self.inner), (nope + rotary) ** -0.5
+        if scaling["rope_type"] != "default" and scaling.get("mscale_all_dim"):
+            scale *= yarn_mscale(float(scaling["factor"]), float(scaling["mscale_all_dim"])) ** 2
+        return LayerConfig(
+            mixer=MLAConfig(
+                num_heads=self.number(self.inner, "num_attention_heads"), query_rank=rank, latent=latent, nope=nope,
+                rotary=rotary, value=value, rope=rope_spec({"rope_theta": KIMI_THETA, **self.inner}, rotary),
+                scale=scale, eps=eps,
+            ),
+            mlp=MLPConfig(inner=self.number(self.inner, "intermediate_size")),
+            eps=eps,
+        )  # fmt: skip
 
     def check_target(self, hidden: int) -> None:
         """Raises ModelError if the drafter's hidden size differs from its trunk's."""

@@ -166,7 +166,7 @@ class CudaOps(TorchOps):
 
     def attend(
         self, q: Tensor, pool: TorchKVPool, spec: AttentionSpec, sinks: Tensor | None = None,
-        chosen: TorchKVPool | None = None,
+        chosen: TorchKVPool | None = None, bias: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         selected = None if chosen is None else self._chosen[chosen]
         positions = selected or PositionList(ALL, self._plan.shape.context)
@@ -342,6 +342,10 @@ class SupportCheck:
 
     def stream_weights(self, mixes: Any, base: Any, scale: Any, spec: specs.StreamSpec) -> None:
         _refuse(not spec.mixed, "streams without a mixing matrix")
+        _refuse(spec.softmax, "attention residuals")
+
+    def attend(self, q: Any, pool: Any, spec: Any, sinks: Any = None, chosen: Any = None, bias: Any = None) -> None:
+        _refuse(bias is not None, "attention with biases by distance")
 
     def embed_ngrams(self, table: Any, last: Any, spec: specs.NGramSpec) -> None:
         _refuse(True, "embeddings of n-grams")

@@ -195,8 +195,9 @@ class ProgramRecorder:
         self._chosen[pool] = self.program.choose_blocks(self._index(q), pool, spec.num_heads, spec.top_k, spec.every)
 
     def attend(
-        self, q: Symbol, pool: KVPool, spec: AttentionSpec, sinks: Vector | None = None, chosen: KVPool | None = None
-    ) -> Symbol:
+        self, q: Symbol, pool: KVPool, spec: AttentionSpec, sinks: Vector | None = None, chosen: KVPool | None = None,
+        bias: Symbol | None = None,
+    ) -> Symbol:  # fmt: skip
         width = spec.num_heads * spec.value_width
         index = self._index(q)
         if chosen is not None:
@@ -206,9 +207,10 @@ class ProgramRecorder:
             return Symbol(
                 width, self.program.attend_chosen(index, pool, spec.num_heads, spec.scale, spec.softcap, sinks, among)
             )
+        how = (spec.num_heads, spec.scale, spec.window, spec.softcap, sinks)
         mask = (spec.causal, spec.excludes_self, spec.chunk)
-        index = self.program.attend(index, pool, spec.num_heads, spec.scale, spec.window, spec.softcap, sinks, *mask)
-        return Symbol(width, index)
+        near = () if bias is None else (self._index(bias),)
+        return Symbol(width, self.program.attend(index, pool, *how, *mask, *near))
 
     def causal_conv(
         self, x: Symbol, weight: Vector, pool: StatePool, spec: specs.ConvSpec, bias: Vector | None = None
@@ -241,7 +243,8 @@ class ProgramRecorder:
         return Symbol(spec.dim, self.program.compress(*rows, bias, pool, spec.every, spec.dim, spec.overlap))
 
     def stream_weights(self, mixes: Symbol, base: Vector, scale: Vector, spec: specs.StreamSpec) -> Symbol:
-        how = (base, scale, spec.count, spec.iterations, spec.eps, spec.magnitude)
+        iterations = -1 if spec.softmax else spec.iterations
+        how = (base, scale, spec.count, iterations, spec.eps, spec.magnitude)
         return Symbol(mixes.width, self.program.stream_weights(self._index(mixes), *how))
 
     def sum_streams(self, streams: Symbol, weights: Symbol | None, spec: specs.StreamSpec) -> Symbol:

@@ -16,11 +16,15 @@ ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
 CLAMP, SLOPE = 7.0, 1.702  # bound of both factors, and slope of the sigmoid, of the `clamped` activation (gpt-oss)
 OUTPUT_LIMITS: Mapping[Activation, float] = {"silu_7": 7.0, "silu_16": 16.0}
 INPUT_LIMIT = 10.0  # bound of both inputs of `silu_of_10`
+SITU = 4.0, 25.0  # bounds of gate and up of `situ`
 WEIGHT_SUM_EPSILON = 1e-20  # added to the sum of scores before division, as in DeepSeek's code: all sigmoids may be 0
 
 
 def gated(gate: Tensor, up: Tensor, kind: Activation) -> Tensor:
     """Ops.activate_mul."""
+    if kind == "situ":
+        soft_gate, soft_up = (each * (x / each).tanh() for x, each in zip((gate, up), SITU, strict=True))
+        return soft_gate * gate.sigmoid() * soft_up
     if kind == "silu_of_10":
         return silu(gate.clamp(max=INPUT_LIMIT)) * up.clamp(-INPUT_LIMIT, INPUT_LIMIT)
     if (limit := OUTPUT_LIMITS.get(kind)) is not None:

@@ -229,7 +229,10 @@ class ReferenceOps(TorchOps):
     def stream_weights(self, mixes: Tensor, base: Tensor, scale: Tensor, spec: specs.StreamSpec) -> Tensor:
         count, wide = spec.count, widened(mixes.dtype)
         parts, bases = mixes.to(wide).split(count, -1), base.to(wide).split(count)
-        input_weights: Tensor = (parts[0] * scale[0] + bases[0]).sigmoid() + spec.eps
+        scaled: Tensor = parts[0] * scale[0] + bases[0]
+        if mixes.shape[-1] == count and spec.softmax:
+            return scaled.softmax(-1) + spec.eps
+        input_weights = scaled.sigmoid() + spec.eps
         if mixes.shape[-1] == count:
             return input_weights
         output_weights = spec.magnitude * (parts[1] * scale[1] + bases[1]).sigmoid()
@@ -343,7 +346,7 @@ class ReferenceOps(TorchOps):
 
     def attend(
         self, q: Tensor, pool: TorchKVPool, spec: AttentionSpec, sinks: Tensor | None = None,
-        chosen: TorchKVPool | None = None,
+        chosen: TorchKVPool | None = None, bias: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         out = q.new_empty(len(q), spec.num_heads * spec.value_width)
         groups = self._groups(spec)
@@ -353,13 +356,21 @@ class ReferenceOps(TorchOps):
             ]
         for group in groups:
             keys, values = pool.keys[group.slots], pool.values[group.slots]
-            attended = self._attend(q[group.rows], keys, values, spec, group.mask, sinks)
+            near = None if bias is None else self._near(bias, group, spec)
+            attended = self._attend(q[group.rows], keys, values, spec, group.mask, sinks, near)
             out[group.rows[group.valid]] = attended[group.valid]
         return out
 
+    def _near(self, bias: Tensor, group: SpanGroup, spec: AttentionSpec) -> Tensor:
+        """The biases [R, H * E] of a group's scores [S, Q, H, L]."""
+        keys = self._plan.first_position + torch.arange(group.slots.shape[-1], device=bias.device)
+        rows = self._ints(self._plan.positions)[group.rows]
+        return biases_of(bias[group.rows].unflatten(-1, (spec.num_heads, -1)), (keys - rows[..., None])[:, :, None])
+
     def _attend(
-        self, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, mask: Tensor, sinks: Tensor | None
-    ) -> Tensor:
+        self, q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, mask: Tensor, sinks: Tensor | None,
+        near: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """q [S, Q, H * D] over keys [S, L, K, D] and values [S, L, K, V], with mask [S, Q, L] or [S, G, Q, L] ->
         [S, Q, H * V]."""
         num_spans, num_rows, _ = q.shape
@@ -370,6 +381,8 @@ class ReferenceOps(TorchOps):
         keys, values = keys.permute(0, 2, 3, 1), values.permute(0, 2, 1, 3)  # [S, K, D, L], [S, K, L, V]
         scores = q_skgqd.reshape(num_spans, kv_heads, repeat * num_rows, dim) @ keys
         scores = scores.view(num_spans, kv_heads, repeat, num_rows, -1) * spec.scale
+        if near is not None:
+            scores = scores + near.unflatten(2, (kv_heads, repeat)).permute(0, 2, 3, 1, 4)
         weights = attention_weights(scores, grouped_mask(mask, kv_heads), spec, sinks)
         out = weights.reshape(num_spans, kv_heads, repeat * num_rows, -1) @ values
         out = out.view(num_spans, kv_heads, repeat, num_rows, -1)
@@ -418,6 +431,13 @@ class ReferenceOps(TorchOps):
     def inputs(self, hidden: Tensor | None) -> StepInputs:
         plan = self._plan
         return StepInputs(self._ints(plan.token_ids), self._ints(plan.positions), self._ints(plan.logit_rows), hidden)
+
+
+def biases_of(bias: Tensor, ahead: Tensor) -> Tensor:
+    """Biases [..., E] of distances -> those of keys that lie `ahead` [..., L] (at most 0) of their rows, else 0."""
+    at, extent = ahead + bias.shape[-1] - 1, bias.shape[-1]
+    found = bias.gather(-1, at.clamp(0, extent - 1).expand(*bias.shape[:-1], -1))
+    return found.masked_fill((at < 0) | (at >= extent), 0)
 
 
 def grouped_conv(x: Tensor, delta: Tensor, weight: Tensor, taps: int, sequences: Tensor) -> Tensor:

@@ -343,9 +343,9 @@ def test_deep_finds_a_dead_head(tmp_path: Path) -> None:
 
 
 def test_deep_says_why_not(tmp_path: Path) -> None:
-    animal = ZOO["kimi_k3"]
+    animal = ZOO["pangu_ultra_moe"]
     data = look(tmp_path / "a", config_of(animal), trunk(animal), deep=True)
-    assert data["deep"]["ran"] is False and "kimi_k3" in data["deep"]["why"]
+    assert data["deep"]["ran"] is False and "pangu_ultra_moe" in data["deep"]["why"]
     write(tmp_path / "d", {"model_type": "eagle", **SIZES}, {"fc.weight": ("BF16", (H, 2 * H))})
     data = inspect.run(InspectOptions(model=str(tmp_path / "d"), deep=True)).data
     assert "--target" in data["deep"]["why"]

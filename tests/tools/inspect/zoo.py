@@ -132,7 +132,8 @@ ZOO: dict[str, Animal] = {
         {"model_type": "inkling_model"},
         {"model.mtp.layers.7.input_proj.weight": (H, 2 * H), "model.mtp.layers.0.embed_norm.weight": (H,)},
         key="mtp_config.num_nextn_predict_layers", count=8),
-    "kimi_k3": deepseek("kimi_k3", nested="text_config", wrapper="language_model.model."),
+    "kimi_k3": deepseek(
+        "kimi_k3", nested="text_config", wrapper="language_model.model.", n_routed_experts=None, num_experts=3),
     "dots3_note": Animal({"model_type": "dots3_note"},
                          {"model.mtp.embed_tokens.weight": (V, H), "model.layers.4.eh_proj.weight": (H, 2 * H)}, None),
 }  # fmt: skip

@@ -136,6 +136,8 @@ def gated(g, u, KIND: tl.constexpr):
         return g * sigmoid(1.702 * g) * (limited(u, 7.0) + 1.0)
     elif KIND == "silu_of_10":
         return activated(tl.minimum(g, 10.0), "silu") * limited(u, 10.0)
+    elif KIND == "situ":
+        return 4.0 * tanh(g / 4.0) * sigmoid(g) * 25.0 * tanh(u / 25.0)
     elif KIND == "silu_7":
         return tl.minimum(activated(g, "silu"), 7.0) * limited(u, 7.0)
     elif KIND == "silu_16":

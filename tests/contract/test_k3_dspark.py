@@ -1,0 +1,224 @@
+"""Kimi-K3 with its DSpark drafter of latent attention: what it computes equals a reading of vLLM's code, and the text
+is that of plain decoding."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from oracles import build_oracle, config_and_tensors
+from readings import mixture
+from support import family_of, make, model_at, new_folder, new_sequence, prompt_of, run, varied_requests
+from tiny_models import write_model
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from headstart.drafters.base import DraftRequest
+from headstart.drafters.block import BLOCK
+from headstart.engine.load import Model
+from headstart.errors import ModelError
+from headstart.formats.safetensors import save
+from headstart.heads.files import read_head
+from headstart.heads.kind import head_kind
+from headstart.layers.decoder import SumTaps
+from headstart.layers.weights import Weights
+from headstart.models.small import random_arrays
+from headstart.tools.inspect import run as inspect
+from headstart.tools.inspect.run import InspectOptions
+
+HIDDEN, VOCAB, BLOCK_SIZE, MASK, RANK, LAYERS, TARGETS = 48, 131, 5, 130, 6, 2, [0, 2]
+HEADS, QUERY, LATENT, NOPE, ROTARY, VALUE, INNER = 4, 16, 32, 12, 6, 10, 40
+DRAFTER: Mapping[str, Any] = {
+    "architectures": ["K3DSparkModel"], "model_type": "k3_dspark", "hidden_size": HIDDEN, "target_hidden_size": HIDDEN,
+    "num_hidden_layers": LAYERS, "intermediate_size": INNER, "num_attention_heads": HEADS, "q_lora_rank": QUERY,
+    "kv_lora_rank": LATENT, "qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROTARY, "v_head_dim": VALUE,
+    "vocab_size": VOCAB, "markov_rank": RANK, "block_size": BLOCK_SIZE, "mask_token_id": MASK, "hidden_act": "silu",
+    "target_layer_ids": TARGETS, "num_target_layers": len(TARGETS), "rms_norm_eps": 1e-5, "mla_use_nope": False,
+    "enable_confidence_head": True, "confidence_head_with_markov": True, "rope_parameters": {"rope_type": "default"},
+}  # fmt: skip
+
+
+def shapes() -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {
+        "context_proj.weight": (HIDDEN, len(TARGETS) * HIDDEN), "context_norm.weight": (HIDDEN,),
+        "final_norm.weight": (HIDDEN,), "markov_head.markov_w1.weight": (VOCAB, RANK),
+        "markov_head.markov_w2.weight": (VOCAB, RANK), "confidence_head.proj.weight": (1, HIDDEN + RANK),
+        "confidence_head.proj.bias": (1,),
+    }  # fmt: skip
+    for at in (f"layers.{i}." for i in range(LAYERS)):
+        attn = {
+            "q_a_proj": (QUERY, HIDDEN), "q_b_proj": (HEADS * (NOPE + ROTARY), QUERY),
+            "kv_a_proj_with_mqa": (LATENT + ROTARY, HIDDEN), "kv_b_proj": (HEADS * (NOPE + VALUE), LATENT),
+            "o_proj": (HIDDEN, HEADS * VALUE), "q_a_layernorm": (QUERY,), "kv_a_layernorm": (LATENT,),
+        }  # fmt: skip
+        found |= {f"{at}self_attn.{name}.weight": shape for name, shape in attn.items()}
+        found |= {f"{at}mlp.{name}_proj.weight": (INNER, HIDDEN) for name in ("gate", "up")}
+        found[f"{at}mlp.down_proj.weight"] = (HIDDEN, INNER)
+        found |= {f"{at}{name}.weight": (HIDDEN,) for name in ("input_layernorm", "post_attention_layernorm")}
+    return found
+
+
+def drafter_at(path: Path, **changes: Any) -> Path:
+    path.mkdir(parents=True)
+    save(path / "model.safetensors", random_arrays(shapes(), 7))
+    (path / "config.json").write_text(json.dumps({**DRAFTER, **changes}))
+    return path
+
+
+@cache
+def written() -> tuple[Path, Path]:
+    """The tiny checkpoint, and its drafter's directory."""
+    return write_model(new_folder(), *family_of("kimi_k3").tiny(num_nextn_predict_layers=0)), drafter_at(new_folder())
+
+
+@cache
+def loaded(backend: str = "reference", dtype: str = "float64") -> Model:
+    exact: dict[str, Any] = {"kv_cache_dtype": "float32"} if backend == "native" else {}
+    return model_at(written()[0], backend, dtype, head=str(written()[1]), **exact)
+
+
+def unrounded(model: Model) -> Model:
+    """The model with its drafter's matrices as they are in the file: native rounds those that only draft."""
+    assert model.head
+    weights = Weights(read_head(written()[1]).tensors, model.backend, "the file")
+    modules = head_kind("block").modules(weights, model.head.spec, model.config.hidden_size)
+    return replace(model, head=replace(model.head, modules=modules))
+
+
+class Drafter:
+    """A reading of vLLM 0.33 `models/kimi_k3/nvidia/dspark_mla.py`, in float64."""
+
+    def __init__(self, head: Tensor, embed: Tensor) -> None:
+        self.arrays = {name: torch.tensor(each).double() for name, each in random_arrays(shapes(), 7).items()}
+        self.head, self.embed = head.double(), embed.double()
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return (
+            x * torch.rsqrt(x.square().mean(-1, keepdim=True) + DRAFTER["rms_norm_eps"]) * self.arrays[f"{name}.weight"]
+        )
+
+    def rope(self, x: Tensor, positions: Tensor) -> Tensor:
+        """[R, heads, ROTARY]: rotates pairs of neighbours."""
+        angles = positions.double()[:, None, None] * 50000.0 ** (-torch.arange(0, ROTARY, 2).double() / ROTARY)
+        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+        return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
+
+    def keys(self, at: str, x: Tensor, positions: Tensor) -> Tensor:
+        """[R, H] -> [R, LATENT + ROTARY]."""
+        low, shared = linear(x, self.arrays[f"{at}.kv_a_proj_with_mqa.weight"]).split((LATENT, ROTARY), -1)
+        return torch.cat((self.norm(low, f"{at}.kv_a_layernorm"), self.rope(shared[:, None], positions)[:, 0]), -1)
+
+    def attention(self, at: str, x: Tensor, positions: Tensor, context: Tensor) -> Tensor:
+        low = self.norm(linear(x, self.arrays[f"{at}.q_a_proj.weight"]), f"{at}.q_a_layernorm")
+        q = linear(low, self.arrays[f"{at}.q_b_proj.weight"]).unflatten(-1, (HEADS, -1))
+        q = torch.cat((q[..., :NOPE], self.rope(q[..., NOPE:], positions)), -1)
+        every = torch.cat((context, self.keys(at, x, positions)))
+        both = linear(every[:, :LATENT], self.arrays[f"{at}.kv_b_proj.weight"]).unflatten(-1, (HEADS, -1))
+        k = torch.cat((both[..., :NOPE], every[:, None, LATENT:].expand(-1, HEADS, -1)), -1)
+        shares = (torch.einsum("rhd,nhd->rhn", q, k) * (NOPE + ROTARY) ** -0.5).softmax(-1)
+        out = torch.einsum("rhn,nhv->rhv", shares, both[..., NOPE:])
+        return linear(out.flatten(1), self.arrays[f"{at}.o_proj.weight"])
+
+    def __call__(self, states: Tensor, anchor: int) -> tuple[Tensor, Tensor]:
+        """Taps [N, taps * H] of positions 0 .. N - 1, the token at N -> (base logits [B, V], y [B, H])."""
+        context = self.norm(linear(states, self.arrays["context_proj.weight"]), "context_norm")
+        before, positions = torch.arange(len(states)), len(states) + torch.arange(BLOCK_SIZE)
+        x = self.embed[[anchor] + [MASK] * (BLOCK_SIZE - 1)]
+        for at in (f"layers.{i}" for i in range(LAYERS)):
+            kept = self.keys(f"{at}.self_attn", context, before)
+            x = x + self.attention(f"{at}.self_attn", self.norm(x, f"{at}.input_layernorm"), positions, kept)
+            z = self.norm(x, f"{at}.post_attention_layernorm")
+            gate, up = (linear(z, self.arrays[f"{at}.mlp.{name}_proj.weight"]) for name in ("gate", "up"))
+            x = x + linear(silu(gate) * up, self.arrays[f"{at}.mlp.down_proj.weight"])
+        y = self.norm(x, "final_norm")
+        return linear(y, self.head), y
+
+    def draft(self, states: Tensor, anchor: int) -> tuple[list[int], list[float]]:
+        """Greedy tokens of a block, and the confidence in each."""
+        (logits, y), tokens, confidences = self(states, anchor), [anchor], list[float]()
+        for row in range(BLOCK_SIZE):
+            e = self.arrays["markov_head.markov_w1.weight"][tokens[-1]]
+            both, bias = torch.cat((y[row], e)), self.arrays["confidence_head.proj.bias"]
+            confidences.append(float(linear(both, self.arrays["confidence_head.proj.weight"], bias).sigmoid()))
+            tokens.append(int((logits[row] + linear(e, self.arrays["markov_head.markov_w2.weight"])).argmax()))
+        return tokens[1:], confidences
+
+
+def taps_of(model: Model, tokens: list[int], *, sums: bool) -> tuple[Drafter, Tensor]:
+    """The oracle, and the newest sums or the mixtures behind each target layer, [T, taps * H]."""
+    oracle, missing, unexpected = build_oracle("kimi_k3", *config_and_tensors("kimi_k3", model))
+    assert not missing and not unexpected
+    found: dict[int, Tensor] = {}
+
+    def keep(layer: int) -> Any:
+        def kept(module: Any, args: Any, output: Tensor) -> None:
+            each, reader = output[0].unflatten(-1, (-1, HIDDEN)), oracle.model.layers[layer + 1]
+            mixed = mixture(each, reader.self_attention_res_norm, reader.self_attention_res_proj)
+            found[layer] = each[:, -1] if sums else mixed
+
+        return kept
+
+    for layer in TARGETS:
+        oracle.model.layers[layer].register_forward_hook(keep(layer))
+    with torch.no_grad():
+        oracle(torch.tensor([tokens]), use_cache=False)
+    drafter = Drafter(oracle.lm_head.weight.data, oracle.get_input_embeddings().weight.data)
+    return drafter, torch.cat([found[each] for each in TARGETS], -1).double()
+
+
+TOLERANCE = {"reference": 1e-4, "native": 1e-3}
+"""Of logits."""
+
+
+@pytest.mark.parametrize(("backend", "dtype"), [("reference", "float64"), ("native", "float32")])
+@pytest.mark.parametrize(("length", "sums"), [(1, True), (7, True), (40, True), (40, False)])
+def test_what_it_drafts_is_what_public_code_says(backend: str, dtype: str, length: int, sums: bool) -> None:
+    """sums: as this drafter was trained; else as one with grouped queries, which reads mixtures."""
+    model, tokens = unrounded(loaded(backend, dtype)), [1, *prompt_of(length, 5)]
+    assert model.head and isinstance(model.head.spec.tap, SumTaps)
+    if not sums:
+        model = replace(model, head=replace(model.head, spec=replace(model.head.spec, tap=tuple(model.head.spec.tap))))
+    oracle, taps = taps_of(model, tokens, sums=sums)
+    expected, _ = oracle(taps[:-1], tokens[-1])
+    engine = make(model, backend=backend, dtype=dtype, depth=BLOCK_SIZE, drafter="block", block_size=16)
+    drafter, sequence = engine.drafting.drafter, new_sequence(engine, tokens, computed=length)
+    wanted = DraftRequest(sequence, BLOCK_SIZE, None)
+    drafter._catch_up([sequence])
+    output = engine.runner.run(drafter._network, BLOCK, [drafter._rows(wanted)])
+    logits = torch.as_tensor(np.asarray(engine.runner.backend.numpy(output["logits"]))).double()
+    torch.testing.assert_close(logits, expected, atol=TOLERANCE[backend], rtol=0)
+    assert expected.std() > 0.5
+    drafter.propose([wanted])
+    drafted, confidences = oracle.draft(taps[:-1], tokens[-1])
+    assert sequence.draft.tokens == drafted
+    np.testing.assert_allclose(sequence.draft.scores, confidences, atol=TOLERANCE[backend])
+
+
+@pytest.mark.parametrize(("backend", "dtype"), [("reference", "float64"), ("native", "float32")])
+def test_the_text_is_that_of_plain_decoding(backend: str, dtype: str) -> None:
+    for temperature in (0.0, 1.0):
+        how: dict[str, Any] = {"backend": backend, "dtype": dtype, "block_size": 16}
+        plain = run(make(loaded(backend, dtype), drafter="none", **how), varied_requests(temperature))
+        engine = make(loaded(backend, dtype), depth=BLOCK_SIZE, max_num_batched_tokens=7, **how)
+        drafted = run(engine, varied_requests(temperature))
+        assert {key: each.tokens for key, each in drafted.items()} == {key: each.tokens for key, each in plain.items()}
+        assert engine.drafting.drafter.method == "block" and engine.stats.drafted > 20
+
+
+def test_inspect_speaks_of_the_drafter() -> None:
+    report = inspect.run(InspectOptions(model=str(written()[1])))
+    assert report.ok and any("DSpark (Kimi-K3's, latent attention)" in line for line in report.lines)
+
+
+@pytest.mark.parametrize(("key", "value", "said"), [
+    ("mla_use_qk_norm", True, "mla_use_qk_norm True"), ("is_causal", True, "causal blocks of latent attention"),
+    ("q_lora_rank", None, "q_lora_rank is None"), ("target_hidden_size", 64, "its trunk's 64"),
+])  # fmt: skip
+def test_other_drafters_are_refused(key: str, value: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=said):
+        read_head(drafter_at(tmp_path / "drafter", **{key: value}))
