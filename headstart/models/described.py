@@ -248,10 +248,6 @@ _FAMILIES: Mapping[str, Family] = {
     "deepseek_v41": _family("keys and indexers that layers share, memories of normalized n-grams (Engram)"),
     "dots3_note": _family("latent attention with windows", "dots3_note_text", "dots3note"),
     "glm_ocr": _family("rotary positions of several axes", "glm_ocr_text"),
-    "inkling": _family(
-        "relative positions, convolutions and sink experts", "inkling_model", "inkling_mm_model", "inkling_text"
-    ),
-    "kimi_k3": _family("attention residuals (AttnRes) between blocks of layers"),
     "mamba2": _family("Mamba2 layers"),
     "mimo_v2": Family(
         parse=_mimo_v2,

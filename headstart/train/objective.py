@@ -90,11 +90,12 @@ class BlockOps(TrainOps):
         self._masks: dict[tuple[int, bool], Tensor] = {}
 
     def attend(
-        self, q: Tensor, pool: Pool, spec: AttentionSpec, sinks: Tensor | None = None, chosen: Pool = None
-    ) -> Tensor:
+        self, q: Tensor, pool: Pool, spec: AttentionSpec, sinks: Tensor | None = None, chosen: Pool = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """q [N, C * g, H * D] -> [N, C * g, H * V]."""
-        if sinks is not None or spec.softcap or spec.chunk:
-            raise ModelError("a block drafter with attention sinks, a softcap or chunks cannot be trained yet")
+        if sinks is not None or bias is not None or spec.softcap or spec.chunk:
+            raise ModelError("a block drafter with sinks, biases, a softcap or chunks cannot be trained yet")
         keys, values = (torch.cat((kept[0][self._blocks.source], kept[1]), dim=2) for kept in (pool.keys, pool.values))
         # query heads of a group become rows of one head: their masks are the same
         heads = q.unflatten(-1, (spec.num_kv_heads, -1, spec.head_dim)).permute(0, 2, 3, 1, 4)

@@ -236,6 +236,17 @@ ROWS: Mapping[str, FamilyRow] = {
             DEEPSEEK, block="model.mtp_layers.{i}.", norm="{block}final_layernorm", masks_first=True,
             single_stream=True, config={**SPARSE, "indexer_types": ["full"], "hc_mult": 1}),
         mtp_block=2, excluded=("attention_bias", "hidden_act")),
+    "inkling": FamilyRow(
+        trunk="inkling_text", excluded=("attention_bias", "hidden_act", "tie_word_embeddings", "rope_scaling"),
+        variants={"windows alone, dense": {"local_layer_ids": [0, 1, 2, 3], "dense_mlp_idx": 4}}),
+    "kimi_k3": FamilyRow(
+        mtp=replace(
+            DEEPSEEK, masks_first=True, reads_normed=False, recycles_normed=False,
+            config={
+                **SPARSE, "attn_res_block_size": None, "linear_attn_config": {
+                    "full_attn_layers": [1], "kda_layers": [], "head_dim": 12, "num_heads": 5,
+                    "short_conv_kernel_size": 4, "gate_lower_bound": -3.0, "use_full_rank_gate": True}}),
+        excluded=("head_dim", "num_key_value_heads", "attention_bias", "hidden_act", "num_hidden_layers")),
     "kimi_linear": FamilyRow(excluded=("num_hidden_layers",)),  # all layers are listed
     "lfm2_moe": FamilyRow(released={"layer_types": ["conv", "full_attention", "conv"]}),
     "llama": FamilyRow(is_whole=True),

@@ -1,7 +1,7 @@
 """transformers' classes with a tiny model's weights: its trunk, and MTP modules as models of one layer."""
 
 import re
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence as Seq
 from contextlib import contextmanager
 from copy import deepcopy
 from functools import cache
@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 from family_rows import row_of
+from readings import READINGS
 from support import tiny_model
 from torch import Tensor
 from torch.nn.functional import linear
@@ -66,6 +67,8 @@ def config_and_tensors(family: str, model: Model) -> tuple[Config, Tensors]:
 def build_oracle(family: str, config: Config, tensors: Tensors) -> tuple[Any, set[str], set[str]]:
     """transformers' model, and the names of missing and of unexpected tensors."""
     kind = row_of(family).trunk or family
+    if kind in READINGS:
+        return _filled(READINGS[kind](config), tensors)
     assert kind in (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *TEXT_PARTS), f"name the trunk of {family} in family_rows.py"
     if kind in TEXT_PARTS:  # it has the text part inside a wrapper only
         count = config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)
@@ -76,20 +79,14 @@ def build_oracle(family: str, config: Config, tensors: Tensors) -> tuple[Any, se
         oracle = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), **plainly)
     for old, new in {"attention_sink_bias": "sinks", "mlp.moe_statics.": "mlp.gate.moe_statics."}.items():
         tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
-    if kind == "hy_v3":
-        tensors = {renamed(name, {r"gate\.e_score": "e_score"}): tensor for name, tensor in tensors.items()}
-    if kind == "deepseek_v4":
-        tensors = {renamed(name, V4): tensor for name, tensor in tensors.items()}
-    if kind == "hy_v4":
-        tensors = {renamed(name, HY4): tensor for name, tensor in tensors.items()}
-    if kind == "minimax_m3_vl_text":
-        tensors = joined_gates({renamed(name, M3): tensor for name, tensor in tensors.items()})
-    if kind in ("kimi_linear", "bailing_hybrid", "glm5_next_text"):
-        tensors = delta_names(tensors)
-    named = fused_experts(stepwise(tensors) if kind == "step3p5" else tensors)
+    named = fused_experts(INSIDE[kind](tensors) if kind in INSIDE else tensors)
     for name in [name for name in named if name.endswith(".gate_up_proj") and config.get("zero_expert_num")]:
         nothing = named[name].new_zeros(config["zero_expert_num"], *named[name].shape[1:])
         named[name] = torch.cat((named[name], nothing))  # which it makes and does not read
+    return _filled(oracle, named)
+
+
+def _filled(oracle: Any, named: Tensors) -> tuple[Any, set[str], set[str]]:
     missing, unexpected = oracle.load_state_dict(named, strict=False)
     oracle.tie_weights()
     if "lm_head.weight" in missing:  # a class that ties nothing
@@ -353,6 +350,34 @@ M3 = {
 """MiniMax-M3's names -> transformers'."""
 
 
+INKLING = {
+    r"^model\.llm\.embed_norm\.": "model.embed_tokens.embed_norm.", r"^model\.llm\.embed\.": "model.embed_tokens.",
+    r"^model\.llm\.unembed\.": "lm_head.", r"^model\.llm\.": "model.", r"\.attn\.w(.)_d.\.": r".self_attn.\1_proj.",
+    r"\.attn\.wo_ud\.": ".self_attn.o_proj.", r"\.attn\.": ".self_attn.", r"_sconv\.weight": "_sconv.conv1d.weight",
+    r"\.mlp_norm\.": ".post_attention_layernorm.", r"\.attn_norm\.": ".input_layernorm.",
+    r"\.mlp\.gate\.bias": ".mlp.gate.e_score_correction_bias", r"\.(?:shared_)?w2_weight": ".down_proj",
+    r"\.w2_md\.weight": ".down_proj.weight",
+}  # fmt: skip
+"""Inkling's names -> transformers' (its conversion_mapping.py)."""
+
+
+def inkling_names(tensors: Tensors) -> Tensors:
+    """With rows of gates and up projections apart that files have by turns."""
+    found: Tensors = {}
+    for theirs, tensor in tensors.items():
+        name = renamed(theirs, INKLING)
+        if (match := re.fullmatch(r"(.+)\.(shared_)?w13_(?:dn\.)?weight", name)) is None:
+            found[name] = tensor
+            continue
+        gate, up = tensor.unflatten(-2, (-1, 2)).unbind(-2)
+        if match[1].endswith(".experts"):
+            found[f"{match[1]}.gate_up_proj"] = torch.cat((gate, up), 1)
+        else:
+            end = "" if match[2] else ".weight"
+            found |= {f"{match[1]}.gate_proj{end}": gate, f"{match[1]}.up_proj{end}": up}
+    return found
+
+
 def joined_gates(tensors: Tensors) -> Tensors:
     """With gate and up projections of dense layers and shared experts in one matrix."""
     found = dict(tensors)
@@ -381,6 +406,20 @@ def delta_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+def all_renamed(tensors: Tensors, table: dict[str, str]) -> Tensors:
+    return {renamed(name, table): tensor for name, tensor in tensors.items()}
+
+
+INSIDE: dict[str, Callable[[Tensors], Tensors]] = {
+    "hy_v3": lambda tensors: all_renamed(tensors, {r"gate\.e_score": "e_score"}),
+    "deepseek_v4": lambda tensors: all_renamed(tensors, V4),
+    "hy_v4": lambda tensors: all_renamed(tensors, HY4),
+    "minimax_m3_vl_text": lambda tensors: joined_gates(all_renamed(tensors, M3)),
+    "step3p5": stepwise,
+    "inkling_text": inkling_names,
+    **dict.fromkeys(("kimi_linear", "bailing_hybrid", "glm5_next_text"), delta_names),
+}
+"""transformers' model type -> the tensors of files under the names that it has inside."""
 GRANITE = {f".block_sparse_moe{old}": f".block_sparse_moe{new}" for old, new in {
     ".input_linear.weight": ".experts.gate_up_proj", ".output_linear.weight": ".experts.down_proj",
     ".router.layer.": ".router."}.items()}  # fmt: skip

@@ -243,6 +243,37 @@ RUN: dict[str, dict[str, Any]] = {
         "num_experts": 256, "num_experts_per_token": 8, "num_nextn_predict_layers": 0, "num_shared_experts": 1,
         "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "rope_scaling": None,
         "routed_scaling_factor": 2.446, "topk_group": 1, "use_grouped_topk": True, "v_head_dim": 128},
+    "thinkingmachines/Inkling-Small": {
+        "architectures": ["InklingForConditionalGeneration"], "model_type": "inkling_mm_model",
+        "audio_config": {"model_type": "inkling_audio_model"}, "vision_config": {"model_type": "inkling_vision_model"},
+        "mtp_config": {"num_nextn_predict_layers": 8, "chain_hidden_post_norm": True}, "text_config": {
+            "model_max_length": 1048576, "torch_dtype": "bfloat16", "hidden_size": 4096, "num_hidden_layers": 3,
+            "vocab_size": 201024, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "d_rel": 16,
+            "rel_extent": 1024, "q_bias": False, "o_bias": False, "log_scaling_n_floor": 128000,
+            "log_scaling_alpha": 0.1, "rms_norm_eps": 1e-06, "use_embed_norm": True, "local_layer_ids": [0, 1],
+            "dense_mlp_idx": 2, "use_sconv": True, "sconv_kernel_size": 4, "unpadded_vocab_size": 200058,
+            "logits_mup_width_multiplier": 16.0, "final_logit_softcapping": None, "swa_head_dim": 128,
+            "swa_num_attention_heads": 32, "swa_num_key_value_heads": 8, "sliding_window_size": 512,
+            "n_routed_experts": 256, "num_experts_per_tok": 6, "n_shared_experts": 2, "shared_expert_sink": True,
+            "dense_intermediate_size": 16384, "intermediate_size": 2048, "route_scale": 8.0, "use_gate_bias": True,
+            "gate_activation": "sigmoid", "norm_after_topk": True, "use_global_scale": True}},
+    "moonshotai/Kimi-K3": {
+        "architectures": ["KimiK3ForConditionalGeneration"], "model_type": "kimi_k3", "ignore_index": -100,
+        "image_placeholder": "<|kimi_image_placeholder|>", "media_placeholder_token_id": 163605, "pad_token_id": 163839,
+        "tie_word_embeddings": False, "vision_config": {"model_type": "kimi_k3_vision"}, "text_config": {
+            **COMMON, "model_type": "kimi_linear", "activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0,
+            "attn_res_block_size": 12, "first_k_dense_replace": 1, "hidden_act": "situ", "hidden_size": 7168,
+            "intermediate_size": 33792, "kv_lora_rank": 512, "latent_moe_use_norm": True, "linear_attn_config": {
+                "full_attn_layers": [2], "kda_layers": [1], "gate_lower_bound": -5.0, "head_dim": 128, "num_heads": 96,
+                "short_conv_kernel_size": 4, "use_full_rank_gate": True},
+            "max_position_embeddings": 1048576, "mla_use_nope": True, "mla_use_output_gate": True,
+            "moe_intermediate_size": 3072, "moe_layer_freq": 1, "moe_renormalize": True,
+            "moe_router_activation_func": "sigmoid", "num_attention_heads": 96, "num_expert_group": 1,
+            "num_experts": 896, "num_experts_per_token": 16, "num_hidden_layers": 2, "num_key_value_heads": 96,
+            "num_nextn_predict_layers": 0, "num_shared_experts": 2, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64, "rms_norm_eps": 1e-5, "routed_expert_hidden_size": 3584,
+            "routed_scaling_factor": 1.0, "topk_group": 1, "topk_method": "noaux_tc", "use_grouped_topk": False,
+            "v_head_dim": 128, "vocab_size": 163840}},
     "zai-org/GLM-5.2": {
         **GLM5, "index_share_for_mtp_iteration": True, "index_skip_topk_offset": 3, "index_topk_freq": 4,
         "index_topk_pattern": None, "moe_router_dtype": "float32",

@@ -74,7 +74,9 @@ def test_the_convolution_is_the_one_that_runs() -> None:
 
 FIXED = (
     ".q_conv1d.weight", ".k_conv1d.weight", ".v_conv1d.weight", "e_score_correction_bias", ".router_bias",
-    ".ffn.gate.bias", ".ffn.gate.tid2eid", ".expert_bias", ".layer_scalar", ".ple.conv1d.weight",
+    ".ffn.gate.bias", ".ffn.gate.tid2eid", ".expert_bias", ".layer_scalar", ".mlp.gate.bias", ".global_scale",
+    ".ple.conv1d.weight",
+    "layers.0.self_attention_res_norm.weight", "layers.0.self_attention_res_proj.weight",  # of a single sum
 )  # fmt: skip
 INDEXER = (".indexer.", ".index_")
 
