@@ -94,7 +94,7 @@ class HyperConnection(Averaged):
 
 
 @dataclass(frozen=True)
-class GatedStreams:
+class GatedStreams(Averaged):
     """See the module."""
 
     spec: StreamSpec
