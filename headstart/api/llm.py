@@ -177,12 +177,19 @@ class LLM:
         self._check_open()
         return {name: adapter.path for name, adapter in self.engine.adapters.loaded.items()}
 
-    def load_adapter(self, name: str, path: str | os.PathLike[str]) -> None:
-        """Load a LoRA adapter: a PEFT directory or a GGUF file. Requests may name it from then on. Raises ModelError
-        for an adapter that does not fit the model, UsageError for a name in use."""
+    def load_adapter(self, name: str, path: str | os.PathLike[str], *, replace: bool = False) -> None:
+        """Load a LoRA adapter: a PEFT directory or a GGUF file. Requests may name it from then on. replace: it may take
+        the name of a loaded adapter, which running requests still use. Raises ModelError for an adapter that does not
+        fit the model, UsageError for a name in use."""
         self._check_open()
         engine, fitted = self.engine, self.engine.adapters.fit(Path(path))
-        self.shared.call(lambda: engine.adapters.add(name, fitted, engine.adapter_slots_in_use))
+
+        def add() -> None:
+            if replace and name in engine.adapters.loaded:
+                engine.adapters.remove(name, engine.adapter_slots_in_use)
+            engine.adapters.add(name, fitted, engine.adapter_slots_in_use)
+
+        self.shared.call(add)
 
     def unload_adapter(self, name: str) -> None:
         """Unload a LoRA adapter. Running requests still use it. Raises UsageError for an unknown name."""

@@ -88,6 +88,13 @@ def test_clients_load_and_unload(server: Inside, folders: list[Path]) -> None:
     assert (response.status_code, response.text) == (200, "Success: LoRA adapter 'two' added successfully.")
     assert completion(server, "two") not in (completion(server, "one"), completion(server, "base"))
     assert server.client.post("/v1/load_lora_adapter", json=load).status_code == 400
+    text = completion(server, "two")
+    again = load | {"load_inplace": True, "is_3d_lora_weight": False}  # vLLM's fields
+    assert server.client.post("/v1/load_lora_adapter", json=again).status_code == 200
+    assert completion(server, "two") == text
+    replaced = again | {"lora_path": str(folders[1])}
+    assert server.client.post("/v1/load_lora_adapter", json=replaced).status_code == 200
+    assert completion(server, "two") == completion(server, "one") != text
     assert server.client.post("/v1/unload_lora_adapter", json={"lora_name": "two"}).status_code == 200
     assert server.client.post("/v1/completions", json={"model": "two", "prompt": PROMPT}).status_code == 404
     assert server.client.post("/v1/unload_lora_adapter", json={"lora_name": "two"}).status_code == 404
@@ -104,9 +111,12 @@ def test_clients_load_and_unload(server: Inside, folders: list[Path]) -> None:
         ({"lora_name": "x", "lora_path": ""}, "lora_path"),
         ({"lora_name": "x", "lora_path": "~no-such-user/x"}, "does not exist"),
         ({"lora_path": "MODEL"}, "lora_name"),
+        ({"lora_name": "x", "lora_path": "ADAPTER", "scale": 2}, "scale is not supported"),
+        ({"lora_name": "x", "lora_path": "ADAPTER", "is_3d_lora_weight": True}, "LoRA of routed experts"),
+        ({"lora_name": "base", "lora_path": "ADAPTER", "load_inplace": True}, "the name 'base' is in use"),
     ],
 )
-def test_wrong_requests(server: Inside, folders: list[Path], body: dict[str, str], message: str) -> None:
+def test_wrong_requests(server: Inside, folders: list[Path], body: dict[str, Any], message: str) -> None:
     paths = {"MODEL": str(folders[0]), "ADAPTER": str(folders[1])}
     body = {key: paths.get(value, value) for key, value in body.items()}
     response = server.client.post("/v1/load_lora_adapter", json=body)

@@ -2,15 +2,18 @@
 /v1/unload_lora_adapter. A request uses an adapter by its name as the model.
 """
 
+from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Request
 from fastapi.responses import PlainTextResponse, Response
-from pydantic import Field, StrictStr
+from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from headstart.errors import UsageError
 from headstart.server.body_reader import CheckedRoute
+from headstart.server.errors import BodyError
 from headstart.server.model_manager import ServedModel
 from headstart.server.pipeline import CLIENT_GONE, ERRORS, find_model, state_of
 from headstart.server.schema import Body, GivenName
@@ -18,16 +21,30 @@ from headstart.server.schema import Body, GivenName
 router = APIRouter(route_class=CheckedRoute)
 
 
-class UnloadAdapter(Body):
-    """POST /v1/unload_lora_adapter."""
+class AdapterBody(Body):
+    """Names an adapter. Undeclared members are refused."""
 
     lora_name: GivenName
 
+    def check_members(self) -> None:
+        """Raises BodyError for undeclared members."""
+        for name in self.unknown_here(""):
+            raise BodyError(f"{name} is not supported", name, "leave it out")
 
-class LoadAdapter(UnloadAdapter):
+
+class UnloadAdapter(AdapterBody):
+    """POST /v1/unload_lora_adapter."""
+
+    lora_int_id: StrictInt | None = Field(default=None, description="vLLM's number of the adapter. Ignored.")
+
+
+class LoadAdapter(AdapterBody):
     """POST /v1/load_lora_adapter."""
 
+    harmless = frozenset({"is_3d_lora_weight"})
+    refused = MappingProxyType({"is_3d_lora_weight": "LoRA of routed experts is not supported"})
     lora_path: StrictStr = Field(min_length=1, description="Folder or GGUF file on the server's machine.")
+    load_inplace: StrictBool = Field(default=False, description="Replace a loaded adapter of this name.")
     model: StrictStr | None = Field(default=None, description="The model that it belongs to. Default: the first.")
 
 
@@ -35,11 +52,13 @@ class LoadAdapter(UnloadAdapter):
 async def load_lora_adapter(body: LoadAdapter, request: Request) -> Response:
     """Load an adapter. From then on, requests may name it as their model."""
     _check_allowed(request)
+    body.check_members()
     if (served := await find_model(request, body.model)) is None:
         return Response(status_code=CLIENT_GONE)
-    if body.lora_name in state_of(request).models.names:
+    is_replaced = body.load_inplace and body.lora_name in served.llm.adapters
+    if body.lora_name in state_of(request).models.names and not is_replaced:
         raise UsageError(f"the name {body.lora_name!r} is in use", "unload that adapter first, or choose another name")
-    await run_sync(served.llm.load_adapter, body.lora_name, Path(body.lora_path))
+    await run_sync(partial(served.llm.load_adapter, body.lora_name, Path(body.lora_path), replace=is_replaced))
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
@@ -47,6 +66,7 @@ async def load_lora_adapter(body: LoadAdapter, request: Request) -> Response:
 async def unload_lora_adapter(body: UnloadAdapter, request: Request) -> Response:
     """Unload an adapter. Running requests still use it."""
     _check_allowed(request)
+    body.check_members()
     served: ServedModel | None = await find_model(request, body.lora_name)
     if served is None:
         return Response(status_code=CLIENT_GONE)

@@ -75,6 +75,11 @@ class VerifyOptions:
         """The prompts; without any the built-in ones."""
         return list(self.prompts or [prompt for _, prompt in builtin_prompts()])
 
+    @property
+    def loras(self) -> list[str]:
+        """Name of each prompt's adapter: the model as it is ("") and its adapters, in turns."""
+        return list(islice(cycle(["", *dict(self.config.adapters)]), len(self.texts)))
+
     def factors(self) -> dict[str, tuple[Any, ...]]:
         return {
             "temperature": self.temperatures, "depth": self.depths, "drafter": self.drafters or default_drafters(self),

@@ -7,7 +7,6 @@ tokens' scores (l + g) within TIE of each other.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,7 +134,7 @@ class VerificationRun:
     def __init__(self, options: VerifyOptions, progress: Progress, first: int = 0) -> None:
         self.options, self._progress, self._first = options, progress, first
         self.prompts = options.texts
-        self._loras = list(islice(cycle(["", *dict(options.config.adapters)]), len(self.prompts)))  # of each prompt
+        self._loras = options.loras
         self.results: list[CellResult] = []
         self.name = ""  # the model's
         cells = pairwise(options.factors(), GRID_SEED, -(-options.min_texts // len(self.prompts)))

@@ -34,6 +34,7 @@ class Text(_Strict):
     seed: int
     max_tokens: int
     token_ids: list[int]
+    adapter: str = ""  # digest of the LoRA adapter; empty: the model as it is
 
 
 class Transcript(_Strict):
@@ -59,19 +60,20 @@ class Difference:
 
 
 def write(options: VerifyOptions, path: Path, progress: Progress = no_progress) -> Report:
-    """Decodes every prompt at every temperature and seed, and writes the transcript."""
+    """Decodes every prompt at every temperature and seed, and writes the transcript. Prompts take the model as it is
+    and its adapters in turn."""
     llm = LLM(options.model, options.config)
-    prompts = options.texts
+    prompts, loras = options.texts, options.loras
     chosen = [
         (index, SamplingParams(temperature=t, seed=prompt_seed(seed, index), max_tokens=options.max_tokens))
         for t, seed, index in product(options.temperatures, options.seeds, range(len(prompts)))
     ]
-    texts = list(
-        _decoded(llm, [prompts[i] for i, _ in chosen], [params for _, params in chosen], options.raw, progress)
-    )
+    params = [each for _, each in chosen]
+    run = _Run([prompts[i] for i, _ in chosen], params, [loras[i] for i, _ in chosen], options.raw)
+    texts = list(_decoded(llm, run, progress))
     made = Transcript(**_described(llm), texts=texts)
     try:
-        write_atomic(path, (made.model_dump_json() + "\n").encode())
+        write_atomic(path, (made.model_dump_json(exclude_defaults=True) + "\n").encode())
     except OSError as error:
         raise UsageError(f"--transcript: cannot write {path}: {error.strerror}") from None
     tokens = sum(len(each.token_ids) for each in texts)
@@ -93,7 +95,12 @@ def compare(options: VerifyOptions, path: Path, progress: Progress = no_progress
         SamplingParams(temperature=each.temperature, seed=each.seed, max_tokens=each.max_tokens)
         for each in theirs.texts
     ]
-    found = list(_decoded(llm, [each.prompt_ids for each in theirs.texts], params, True, progress))
+    names = {"": ""} | {adapter.digest: name for name, adapter in llm.engine.adapters.loaded.items()}
+    if missing := {each.adapter for each in theirs.texts} - names.keys():
+        what = f"--against: {path} has texts of an adapter with digest {min(missing)}, which is not loaded"
+        raise UsageError(what, "name the same adapters: --lora NAME=PATH")
+    prompts, loras = [each.prompt_ids for each in theirs.texts], [names[each.adapter] for each in theirs.texts]
+    found = list(_decoded(llm, _Run(prompts, params, loras, raw=True), progress))
     differences = []
     for number, (a, b) in enumerate(zip(theirs.texts, found, strict=True)):
         if (at := first_difference(a.token_ids, b.token_ids)) is not None:
@@ -132,19 +139,28 @@ def _described(llm: LLM) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _decoded(
-    llm: LLM, prompts: Sequence[Any], params: list[SamplingParams], raw: bool, progress: Progress
-) -> Iterator[Text]:
-    done = iter(range(1, len(prompts) + 1))
+@dataclass(frozen=True)
+class _Run:
+    """Prompts with their parameters and names of adapters."""
+
+    prompts: Sequence[Any]
+    params: Sequence[SamplingParams]
+    loras: Sequence[str]
+    raw: bool
+
+
+def _decoded(llm: LLM, run: _Run, progress: Progress) -> Iterator[Text]:
+    done = iter(range(1, len(run.prompts) + 1))
 
     def finished(index: int, completion: Any) -> None:
-        progress(next(done), len(prompts), "decoding")
+        progress(next(done), len(run.prompts), "decoding")
 
-    completions = llm.generate(list(prompts), params, raw=raw, on_finish=finished)
-    for completion, used in zip(completions, params, strict=True):
+    completions = llm.generate(list(run.prompts), run.params, raw=run.raw, lora=run.loras, on_finish=finished)
+    for completion, used, name in zip(completions, run.params, run.loras, strict=True):
         yield Text(
             prompt_ids=list(completion.prompt_token_ids), temperature=used.temperature, seed=used.seed or 0,
             max_tokens=used.max_tokens or 0, token_ids=list(completion.token_ids),
+            adapter=llm.engine.adapters.find(name).digest if name else "",
         )  # fmt: skip
 
 

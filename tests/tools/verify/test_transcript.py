@@ -8,11 +8,13 @@ import pytest
 
 pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
 
+from lora_files import random_adapter
 from tiny_models import write_tiny
 
 from headstart.cli.main import main
 from headstart.config import EngineConfig
 from headstart.errors import UsageError
+from headstart.formats.adapter import digest_of
 from headstart.kernels.backend import select_backend
 from headstart.tools.verify.options import VerifyOptions
 from headstart.tools.verify.run import run
@@ -46,6 +48,21 @@ def test_the_same_machine(folder: Path, written: Path, capsys: pytest.CaptureFix
     assert {len(each["token_ids"]) for each in texts} >= {9}
     assert main(["verify", str(folder), *COMMON, "--depth-by-batch", "[[1,64,2]]", "--against", str(written)]) == 0
     assert "identical 12/12 texts" in capsys.readouterr().out
+
+
+def test_adapters_take_turns(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adapter, path = random_adapter(folder, 3), tmp_path / "adapted.json"
+    lora = ("--lora", f"sql={adapter}")
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+    words = ["--prompts", str(tmp_path / "prompts.txt"), "--raw", "--max-tokens", "9", "--temperatures", "0"]
+    assert main(["verify", str(folder), *COMMON, *lora, *words, "--transcript", str(path)]) == 0
+    texts = json.loads(path.read_text())["texts"]
+    assert [each.get("adapter", "") for each in texts] == ["", digest_of(adapter), ""]
+    capsys.readouterr()
+    assert main(["verify", str(folder), *COMMON, *lora, "--against", str(path)]) == 0
+    assert "identical 3/3 texts" in capsys.readouterr().out
+    told = refusal(["verify", folder, *COMMON, "--against", path], capsys)
+    assert f"texts of an adapter with digest {digest_of(adapter)}, which is not loaded" in told
 
 
 def test_the_first_difference(folder: Path, written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
