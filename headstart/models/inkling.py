@@ -27,6 +27,7 @@ from headstart.models.keys import Config, number, real
 from headstart.models.names import Names
 from headstart.models.small import Arrays
 
+LLAMA_CPP = "inkling"
 FULL, SLIDING = "hybrid", "hybrid_sliding"
 SERVED = {
     "gate_activation": "sigmoid", "final_logit_softcapping": None, "inference_moe_w13_interleaved": True,
@@ -47,6 +48,7 @@ PARTS: Mapping[str, str] = {
 
 
 def parse(config: Config) -> DecoderConfig:
+    keys.refuse_gguf(config, LLAMA_CPP)
     config, tied = keys.text_config(config)
     keys.refuse_others(config, SERVED)
     dense = MLPConfig(inner=number(config, "dense_intermediate_size", "intermediate_size"))
