@@ -9,6 +9,7 @@ from oracles import build_oracle, config_and_tensors, logits_of_oracle
 from support import family_of, make, model_at, new_sequence
 from tiny_models import write_model
 
+from headstart.cli.main import main
 from headstart.core import Span
 from headstart.errors import ModelError
 from headstart.layers.ngram import hash_factors, primes_from
@@ -51,6 +52,12 @@ def test_a_table_in_parts(tmp_path: Path) -> None:
     split = model_at(write_model(tmp_path / "split", {**config, "split_ngram_parts": 4}, rest | more))
     table = "layers.0.memory.embed_tokens.weight"
     np.testing.assert_array_equal(*(each.weights.tensors[table].float32() for each in (whole, split)))
+
+
+def test_inspect_measures_its_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_model(tmp_path, *family_of("qwen4_exp").tiny())
+    main(["inspect", str(folder), "--deep"])
+    assert "not measured" not in (told := capsys.readouterr().out) and "acceptance" in told
 
 
 def test_primes_and_factors_are_those_of_transformers() -> None:

@@ -54,12 +54,13 @@ def mtp_readings(model: Model) -> Iterator[HeadReading]:
         f"norms that multiply by {'w' if offset < 0 else '1 + w'}", f"{verb} all norm weights of the head",
         lambda: _with_modules(head, lambda module: _with_norms(module, offset)),
     )  # fmt: skip
-    yield HeadReading(
-        "the norms of embedding and hidden state exchanged", "exchange the weights of these two norms",
-        lambda: _with_modules(
-            head, lambda each: replace(each, embedding_norm=each.hidden_norm, hidden_norm=each.embedding_norm)
-        ),
-    )  # fmt: skip
+    if not spec.joint_norm:  # else their widths differ
+        yield HeadReading(
+            "the norms of embedding and hidden state exchanged", "exchange the weights of these two norms",
+            lambda: _with_modules(
+                head, lambda each: replace(each, embedding_norm=each.hidden_norm, hidden_norm=each.embedding_norm)
+            ),
+        )  # fmt: skip
     yield from _rope(model, head)
     yield from _own(model, head)
 
