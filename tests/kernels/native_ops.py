@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,9 +26,6 @@ PATHS = instruction_paths()
 PAIRED = ("amx", "avx512bf16")
 """Paths on which bfloat16 (and FP8, which it holds) meets bfloat16: rows are rounded, queries and weights over a cache
 that is not float32."""
-UNTRIED = ("avxvnni",)
-"""Paths that no machine of ours has run: that their bits are those of the others is read from the code. A difference is
-reported, but fails no test."""
 BLOCK = 16
 ONE_THREAD = packing.ThreadPool(1)
 
@@ -300,17 +296,6 @@ def run_reference(code: Code, plan: StepPlan, hidden: Array | None = None) -> di
 
 def bits(values: Array) -> Array:
     return np.ascontiguousarray(values, np.float32).view(np.uint32)
-
-
-@contextmanager
-def reported(path: str) -> Iterator[None]:
-    """A failure within skips the test, with its text, on an UNTRIED path."""
-    try:
-        yield
-    except AssertionError as error:
-        if path not in UNTRIED:
-            raise
-        pytest.skip(f"{path} differs from plain C++, against what its code says: {error}")
 
 
 def assert_same_bits(found: Mapping[str, Array], expected: Mapping[str, Array], what: object = "") -> None:

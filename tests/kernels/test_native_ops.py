@@ -15,7 +15,6 @@ from native_ops import (
     backend,
     plan_of,
     random_matrix,
-    reported,
     run_native,
     single_rows,
 )
@@ -44,8 +43,7 @@ def check_company(path: str, code: nat.Code, hidden: nat.Array, seed: int, count
     if path not in PAIRED:
         plain = backend("portable")
         for row, expected in zip(rows, alone, strict=True):
-            with reported(path):
-                assert_same_bits(run_native(plain, code, single_rows([row]), hidden[[row]]), expected, "by plain C++")
+            assert_same_bits(run_native(plain, code, single_rows([row]), hidden[[row]]), expected, "by plain C++")
 
 
 def varied_rows(width: int, rng: np.random.Generator) -> nat.Array:

@@ -56,8 +56,8 @@ class VerifyOptions:
             raise UsageError(f"--seeds has {wrong[0]}, but a seed is between 0 and {MAX_SEED}")
 
     def long_contexts(self, model: "Model") -> "VerifyOptions | None":
-        """Returns options of a few cells whose prompts have `long_lengths` tokens and share passes: attention splits
-        contexts above 512 tokens between threads. None: the model's context holds no such prompt."""
+        """Returns options of a few cells whose prompts have `long_lengths` tokens, two in a pass: where rows are few,
+        contexts above 512 tokens are split between threads. None: the model's context holds no such prompt."""
         context = min(model.config.max_length, self.config.max_model_len or model.config.max_length)
         lengths = [length for length in self.long_lengths if length + self.max_tokens <= context]
         if not lengths:
@@ -66,7 +66,7 @@ class VerifyOptions:
         prompts = [list(islice(cycle(chain(*words)), index, index + length)) for index, length in enumerate(lengths)]
         return replace(
             self, prompts=tuple(prompts), raw=True, min_texts=0, temperatures=self.temperatures[:2],
-            depths=(1, AUTO), batch_sizes=(max(self.batch_sizes),), chunk_sizes=(max(self.chunk_sizes),),
+            depths=(1, AUTO), batch_sizes=(2,), chunk_sizes=(max(self.chunk_sizes),),
             prefix_caching=(False,), preemption=(False,),
         )  # fmt: skip
 

@@ -85,7 +85,7 @@ def test_long_prompts_share_passes_in_a_few_cells(monkeypatch: pytest.MonkeyPatc
     report = verify.run(asked)
     assert report.ok and report.data["prompts"] == len(PROMPTS) + 2
     long = [cell for cell in report.data["cells"] if cell["prompts"] == 2]
-    assert {cell["depth"] for cell in long} == {1, "auto"} and {cell["batch"] for cell in long} == {8}
+    assert {cell["depth"] for cell in long} == {1, "auto"} and {cell["batch"] for cell in long} == {2}
     assert report.data["texts"] == sum(cell["prompts"] for cell in report.data["cells"])
 
     from headstart.engine.engine import Engine
