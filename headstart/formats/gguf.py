@@ -89,7 +89,7 @@ def parts_of(path: Path) -> list[Path]:
 
 def _tensors(path: Path, files: list[GgufFile]) -> dict[str, Tensor]:
     raw: dict[str, Tensor] = join({str(file.path): file.tensors for file in files}, str(path))
-    if "token_embd.weight" not in raw:
+    if not {"token_embd.weight", "fc.weight"} & raw.keys():  # drafters (fc) read the embedding of their target
         raise ModelError(f"{path} has no token_embd.weight", "is it a language model's own file, not an adapter?")
     names = gguf_names.canonical_names(raw)
     found = {names[name]: replace(tensor, name=names[name]) for name, tensor in raw.items()}
@@ -141,7 +141,8 @@ def _config(file: GgufFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
         raise ModelError(f"{path}: {heads!r} of {config['num_hidden_layers']} blocks are heads", "convert it again")
     heads = heads or _undeclared_heads(tensors, config["num_hidden_layers"])
     config["num_hidden_layers"] -= heads  # llama.cpp counts them as blocks
-    config["vocab_size"] = tensors["embed_tokens.weight"].shape[0]
+    embedding = tensors.get("embed_tokens.weight")
+    config["vocab_size"] = embedding.shape[0] if embedding else len(metadata.get("tokenizer.ggml.tokens", ()))
     config["tie_word_embeddings"] = "lm_head.weight" not in tensors
     parts = {re.sub(r"^layers\.\d+\.", "", name) for name in tensors}
     config["attention_bias"] = any(f"self_attn.{part}.bias" in parts for part in BIASED)

@@ -11,7 +11,9 @@ import numpy as np
 from headstart import registry
 from headstart.errors import ModelError
 from headstart.files import atomic_folder
+from headstart.formats import gguf
 from headstart.formats.base import Tensor
+from headstart.formats.gguf_file import read as read_gguf
 from headstart.formats.json_object import read_object
 from headstart.formats.pickled import pickles_in, read_pickles
 from headstart.formats.quantization import readable
@@ -20,6 +22,7 @@ from headstart.formats.safetensors import save, whole_directory
 from headstart.formats.safetensors_file import read_file
 from headstart.heads.base import MAX_MODULES, BlockSpec, HeadSpec
 from headstart.heads.kind import HeadCheckpoint, checked_draft_ids, plain_parts, reading_config
+from headstart.heads.layouts import gguf as drafter_file
 from headstart.heads.published import MARK, Arrays, Document, DrafterFormat, identify_bare
 from headstart.kernels.ops import AttentionSpec, RawTensor, RopeSpec
 from headstart.layers.attention import AttentionConfig
@@ -45,7 +48,10 @@ LATER = ("markov_kind", "top_k", "conv_taps", "conv_group", "embedding_scale", "
 
 
 def is_head(path: Path) -> bool:
-    """True if the config.json of a directory declares a head, in headstart's own or a published layout."""
+    """True if the config.json of a directory declares a head, in headstart's own or a published layout, or if a GGUF
+    file is a block drafter."""
+    if gguf.detect(path):
+        return read_gguf(path).metadata.get("general.architecture") == drafter_file.ARCHITECTURE
     config = path / "config.json"
     if not config.is_file():
         return False
@@ -54,7 +60,9 @@ def is_head(path: Path) -> bool:
 
 
 def read_head(path: Path) -> HeadCheckpoint:
-    """Reads a head directory in any known layout. Raises ModelError for other directories and damaged files."""
+    """Reads a head directory in any known layout, or a GGUF file. Raises ModelError for others and damaged files."""
+    if gguf.detect(path):
+        return _read_gguf(path)
     if not path.is_dir():
         raise ModelError(f"the head {path} is not a directory", "give the directory that headstart train wrote")
     document = read_object(path / "config.json")
@@ -65,6 +73,14 @@ def read_head(path: Path) -> HeadCheckpoint:
         return _read_own(document, stored, path)
     assert foreign.read
     head: HeadCheckpoint = foreign.read(document, {name: in_memory(each) for name, each in stored.items()}, path)
+    return head
+
+
+def _read_gguf(path: Path) -> HeadCheckpoint:
+    document, tensors = drafter_file.as_published(read_gguf(path))
+    found = identify_bare(document)
+    assert found and found.read
+    head: HeadCheckpoint = found.read(document, tensors, path)
     return head
 
 

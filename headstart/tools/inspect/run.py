@@ -23,6 +23,7 @@ from headstart.formats.json_object import read_object
 from headstart.formats.pickled import pickles_in, read_pickles
 from headstart.formats.quantization import WeightHeader, readable, settings_of, weight_headers
 from headstart.formats.sizes import MAX_SIZE, SIZE_KEYS, lookup, text_config
+from headstart.heads.layouts.gguf import with_published_names
 from headstart.models.classify import classify
 from headstart.models.families import with_sizes
 from headstart.models.head_state import dead, misread, state_of
@@ -155,6 +156,7 @@ def _deep(options: InspectOptions, head: str | None, data: Mapping[str, Any], pr
 def describe(checkpoint: Checkpoint, target: Checkpoint | None = None) -> dict[str, Any]:
     """Returns the JSON document of one checkpoint, from headers alone; with `target` also whether it fits the target.
     Raises ModelError for impossible sizes."""
+    checkpoint = with_published_names(checkpoint)
     config = checkpoint.config
     _check_sizes(checkpoint)
     weights = weight_headers(checkpoint.tensors, config)
