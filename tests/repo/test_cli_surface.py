@@ -75,7 +75,7 @@ COMMANDS: dict[str, set[str]] = {
     | {"--out", "--data", "--prompts", "--minutes", "--tokens", "--depth", "--draft-vocab", "--threads", "--seed"}
     | {"--modules", "--device", "--restart", "--kind", "--finetune", "--head", "--lora"}
     | {"--from-scratch"},
-    "adapt": JSON | {"--model", "--head", "--kind", "--minutes", "--forget", "--threads", "--seed"},
+    "adapt": JSON | {"--model", "--head", "--kind", "--lora", "--minutes", "--forget", "--threads", "--seed"},
     "export": JSON | {"--to", "--out", "-o", "--head", "--model-type", "--force"},
     "graft": JSON | {"--out", "-o", "--from", "--strip", "--quantize-head", "--no-measure", "--force"},
     "pull": JSON,
