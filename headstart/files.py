@@ -186,4 +186,5 @@ def _cannot_write(out: Path, error: OSError) -> CapacityError:
     if error.errno in DISK_FULL:
         hint = "make room (or raise the limit on file sizes), then try again: nothing was left behind"
         return CapacityError(f"no space to write {out}: {error.strerror}", hint)
-    return CapacityError(f"cannot write {out}: {error.strerror}", "check the permissions of this path")
+    hint = "is the disk intact?" if error.errno == errno.EIO else "check the permissions of this path"
+    return CapacityError(f"cannot write {out}: {error.strerror}", hint)
