@@ -94,8 +94,8 @@ def run(arguments: list[str]) -> int:
 
 def _dispatch(words: list[str], places: dict[str, str]) -> int:
     """Find and run the command, or print help, the version or completions. Adds to `places`."""
-    if completion.COMPLETION_VARIABLE in os.environ:
-        return completion.answer(application(), os.environ[completion.COMPLETION_VARIABLE])
+    if (typed := os.environ.get("_HEADSTART_COMPLETE")) is not None:
+        return completion.answer(application(), typed)
     if words[:1] == ["--version"]:
         print(f"headstart {__version__}")
         return 0

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from headstart.cli.help import options_of, summary
 from headstart.cli.parser import HELP, REQUIRED, Command, CommandGroup, OptionGroup, argument, command
 
-COMPLETION_VARIABLE = "_HEADSTART_COMPLETE"
-"""Set by the scripts when they ask for completions: shell, space, and the command line up to the cursor."""
 SCRIPTS = {
     "bash": """\
 _headstart_completion() {
@@ -50,7 +48,8 @@ def run(options: CompletionOptions) -> int:
 
 
 def answer(root: CommandGroup, request: str) -> int:
-    """Print the completions for the value of COMPLETION_VARIABLE; returns the exit code."""
+    """Print the completions for the value of _HEADSTART_COMPLETE, which the scripts set: shell, space, and the command
+    line up to the cursor. Returns the exit code."""
     shell, _, line = request.partition(" ")
     words = _split(line)[1:]
     last = words.pop() if words and not line.endswith(" ") else ""
