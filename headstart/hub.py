@@ -60,6 +60,7 @@ class ShippedHead:
     kind: str
     hidden_size: int  # of its trunk, as vocab_size
     vocab_size: int
+    trunk: str  # alias or Hub repo
     trunk_fingerprint: str  # layers.weights.trunk_fingerprint
 
 

@@ -53,6 +53,7 @@ NAV: dict[str, dict[str, str]] = {
         "JSON and other forms": "docs/cookbook/json.md",
         "Long documents": "docs/cookbook/long-documents.md",
         "Benchmark your provider": "docs/cookbook/provider.md",
+        "A head for your own model": "docs/cookbook/your-own-head.md",
         "Keep heads through fine-tuning": "docs/cookbook/fine-tuning.md",
     },
     "Guides": {

@@ -143,6 +143,7 @@ def _print_available(data: dict[str, Any]) -> None:
     for each in data["models"]:
         if each["gain"]:
             print(f"  {each['name']} {each['gain']}: {each['gain_source']}")
+    print(f"With a head in this package: {', '.join(data['with_packaged_head'])}.")
     print(f"headstart pull NAME fetches a model. The default, {data['default']}, is a\ntiny demo model.")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from headstart import hub
 from headstart.config import MAX_DEPTH, Device, flag_of
 from headstart.errors import ModelError, UsageError
+from headstart.files import user_path
 from headstart.formats import find_checkpoint
 from headstart.formats.adapter import names_of, read_adapter
 from headstart.formats.base import Checkpoint
@@ -78,9 +79,14 @@ class TrainOptions:
         return (f"adapter={self.lora}",) if self.lora else None
 
     @property
+    def model_name(self) -> str:
+        """The model for the record: the last part of a path, else as it is."""
+        return Path(self.model).name if user_path(self.model).exists() else self.model
+
+    @property
     def command(self) -> str:
         """The equivalent command line, for the record."""
-        words = [self.model, "--out", self.out.name, *(["--finetune"] if self.finetune else [])]
+        words = [self.model_name, "--out", self.out.name, *(["--finetune"] if self.finetune else [])]
         files = {"--data": self.data, "--prompts": self.prompts, "--head": (self.head,) if self.head else (),
                  "--lora": (self.lora,) if self.lora else ()}  # fmt: skip
         words += [word for flag, paths in files.items() for path in paths for word in (flag, path.name)]

@@ -221,7 +221,7 @@ class _TrainingRun:
         config = self.frozen_model.config
         head = HeadCheckpoint(
             spec=self.spec, hidden_size=config.hidden_size, vocab_size=config.vocab_size,
-            draft_token_ids=self.vocabulary, trunk=self.options.model,
+            draft_token_ids=self.vocabulary, trunk=self.options.model_name,
             trunk_fingerprint=trunk_fingerprint(self.frozen_model.tensors), training=self._facts(trainer),
         )  # fmt: skip
         export_head(self.options.out, head, trainer.weights, self.start.own if self.start else None)

@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[2]
 GUIDES = tuple(ROOT / "docs" / f"{name}.md" for name in ("commands", "quickstart"))
 DOCUMENTS = (ROOT / "README.md", *GUIDES, *sorted((ROOT / "docs" / "cookbook").glob("*.md")))
 MODELS = ("my-model", "model", "original", "org/model", "org/original", "deepseek-ai/DeepSeek-V3", "DeepSeek-V3",
-          "Qwen3.5-9B", "qwen3.5-2b", "my-finetune", "smollm2-mimo", "my-eagle3")  # fmt: skip
+          "Qwen3.5-9B", "qwen3.5-2b", "my-finetune", "smollm2-mimo", "my-eagle3",
+          "Qwen/Qwen2.5-Coder-0.5B-Instruct-GGUF")  # fmt: skip
 LESS = {
     "--minutes": "0.002", "--max-tokens": "2", "--tokens": "40", "--pairs": "1", "--output-tokens": "2",
     "--repeats": "1", "--scale": "0.005", "--concurrency": "1", "--workload": "code", "--temperature": "0",

@@ -43,6 +43,7 @@ FORMS: list[tuple[str, str, dict[str, Any]]] = [
     ("dflash2", "dflash", {**SPECULATORS, "speculators_model_type": "dflash2"}),
     ("dspark", "dspark", {"architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "block_size": 7}),
     ("dspark", "dspark", {"architectures": ["DFlashDraftModel"], "dflash_config": {"projector_type": "dspark"}}),
+    ("k3_dspark", "dspark", {"architectures": ["K3DSparkModel"], "block_size": 7}),
     ("assistant", "mtp", {"architectures": ["Gemma4AssistantForCausalLM"], "model_type": "gemma4_assistant"}),
     ("assistant", "mtp", {"model_type": "gemma4_unified_assistant"}),
     ("speculators_mtp", "mtp", {**SPECULATORS, "speculators_model_type": "mtp"}),

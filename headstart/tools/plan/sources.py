@@ -231,8 +231,11 @@ def with_head(shape: ModelShape, name: str, kind: str | None = None) -> ModelSha
 
 
 def available() -> Report:
-    """Reports published models with their own heads: size and memory in bytes, kind of drafter, gain."""
-    return Report(True, {"default": hub.DEFAULT_MODEL, "models": [_available(name) for name in hub.published_models()]})
+    """Reports published models with their own heads: size and memory in bytes, kind of drafter, gain; and the models
+    that this package has heads for."""
+    packaged = list(dict.fromkeys(each.trunk for each in hub.heads_in_package()))
+    models = [_available(name) for name in hub.published_models()]
+    return Report(True, {"default": hub.DEFAULT_MODEL, "models": models, "with_packaged_head": packaged})
 
 
 def _available(name: str) -> dict[str, Any]:
