@@ -105,7 +105,7 @@ def count_modules(place: ModulePlace, *, several: bool = False) -> int:
         raise ModelError(f"config.json has none of {place.layout.count_key} and other keys of that kind", hint)
     if not count:
         value = lookup(place.config, key)
-        raise ModelError(f"config.json: {key} is {value!r}: the model has no MTP head", "see headstart graft --help")
+        raise ModelError(f"config.json: {key} is {value!r}: the model has no MTP head", "headstart graft MODEL --from ORIGINAL -o OUT puts one in")
     if count != 1 and not several:
         raise ModelError(f"config.json: {key} is {count}, but this draft layout has room for one module")
     return count
