@@ -337,8 +337,6 @@ class School:
 
     def _export(self, student: Student) -> None:
         config, trainer = self.model.config, student.trainer
-        training = head_kind(student.kind).training
-        assert training is not None
         facts = {
             "command": f"gpu.py train --tokens {self.plan.tokens} --start {Path(self.plan.start).name}",
             "tokens": self._tokens,
@@ -355,10 +353,9 @@ class School:
             draft_token_ids=student.vocabulary, trunk=self.plan.model,
             trunk_fingerprint=trunk_fingerprint(self.model.weights.tensors), training=facts,
         )  # fmt: skip
-        own = {"lm_head.weight": trainer.target.exact} if training.own_lm_head else {}
         folder = self.work / "heads" / student.kind
         folder.parent.mkdir(parents=True, exist_ok=True)
-        export_head(folder, head, {**trainer.average, **own})
+        export_head(folder, head, trainer.average)
         write_card(folder, student.kind, facts, self.plan)
 
     def _report(self) -> None:

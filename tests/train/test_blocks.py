@@ -95,7 +95,7 @@ def test_a_run_that_an_older_version_began_goes_on(tmp_path: Path, monkeypatch: 
         spec = spec_of(layers, depth)
         return replace(spec, block=replace(spec.block, tap_norms=True))
 
-    training = replace(kind.training, spec=older, layer=lambda layer: layer)
+    training = replace(kind.training, spec=older, layer=lambda layer, hidden: layer)
     with monkeypatch.context() as patch:
         patch.setattr("headstart.heads.block.HEAD", replace(kind, training=training))
         first = run(TrainOptions(tokens=3_000, threads=1, measure_speedup=False, **common))

@@ -347,8 +347,10 @@ class SupportCheck:
     def attend(self, q: Any, pool: Any, spec: Any, sinks: Any = None, chosen: Any = None, bias: Any = None) -> None:
         _refuse(bias is not None, "attention with biases by distance")
 
-    def embed_ngrams(self, table: Any, last: Any, spec: specs.NGramSpec) -> None:
+    def _refuse_ngrams(self, *arguments: Any) -> None:
         _refuse(True, "embeddings of n-grams")
+
+    embed_ngrams = token_values = signed_sqrt = _refuse_ngrams
 
     def select_blocks(self, q: Any, pool: Any, spec: specs.IndexSpec) -> None:
         _refuse(True, "an indexer that selects blocks for each KV head")

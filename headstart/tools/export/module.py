@@ -105,7 +105,8 @@ def count_modules(place: ModulePlace, *, several: bool = False) -> int:
         raise ModelError(f"config.json has none of {place.layout.count_key} and other keys of that kind", hint)
     if not count:
         value = lookup(place.config, key)
-        raise ModelError(f"config.json: {key} is {value!r}: the model has no MTP head", "headstart graft MODEL --from ORIGINAL -o OUT puts one in")
+        hint = "headstart graft MODEL --from ORIGINAL -o OUT puts one in"
+        raise ModelError(f"config.json: {key} is {value!r}: the model has no MTP head", hint)
     if count != 1 and not several:
         raise ModelError(f"config.json: {key} is {count}, but this draft layout has room for one module")
     return count
