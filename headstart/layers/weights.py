@@ -98,9 +98,12 @@ class Weights:
 
 
 def trunk_fingerprint(tensors: Mapping[str, RawTensor]) -> str:
-    """Identifies a trunk in any quantization: names and shapes of all tensors, values of vectors (never quantized)."""
+    """Identifies a trunk in any quantization: names and shapes of all tensors, values of vectors (never quantized). The
+    LM head does not count: some files of a model with tied embeddings hold it, others do not."""
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
+        if name == "lm_head.weight":
+            continue
         digest.update(f"{name}{tuple(tensor.shape)}".encode())
         if len(tensor.shape) == 1:
             digest.update(np.ascontiguousarray(tensor.float32()).tobytes())

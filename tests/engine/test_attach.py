@@ -53,3 +53,11 @@ def test_a_head_in_the_package_serves_any_quantization_of_its_trunk(
         assert "a head of its own is attached" in report.data["heads"]["reason"]
     finally:
         hub.heads_in_package.cache_clear()
+
+
+def test_a_copy_of_a_tied_lm_head_is_the_same_trunk() -> None:
+    tensors = support.tiny_model("llama").weights.tensors
+    tied = {name: each for name, each in tensors.items() if name != "lm_head.weight"}
+    copied = {**tied, "lm_head.weight": tied["embed_tokens.weight"]}
+    assert trunk_fingerprint(tied) == trunk_fingerprint(copied)
+    assert trunk_fingerprint(tied) != trunk_fingerprint({**tied, "extra.weight": tied["embed_tokens.weight"]})
