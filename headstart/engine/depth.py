@@ -28,6 +28,7 @@ BATCH_MARGIN, PRUDENCE = 0.06, 0.8
 one sequence shortens a large batch by less than its share, and sequences that end at different times share no prompt
 passes."""
 PROBES = 0.005  # share of all time that may be spent on drafts that do not pay at present
+FIRST_PROBES = 8  # drafts of a new engine that need no time credit: nothing is known of the head's acceptance then
 MAX_REST_STEPS = 7  # maximum of successive steps without drafts, when neither the head nor lookups pay
 DRAFT_ROW = 0.1  # cost of a row in a draft that takes one pass, as a share of the draft step
 MIN_ROW_SHARE = 0.002
@@ -64,6 +65,7 @@ class AutoDepth:
         self._mean_verified = 2.0  # verified tokens per draft
         self._mean_length = 128.0  # output tokens per sequence
         self._probe_credit_s = 0.0  # seconds available for drafts that do not pay
+        self._first_probes = FIRST_PROBES
         self._pass = PassShape(0)  # the next pass without drafts
         self._margin, self._prudence, self._min_probability = 0.0, 1.0, 0.0
         self._asks_head = False
@@ -155,7 +157,10 @@ class AutoDepth:
 
     def _probe(self, candidate: DraftCandidate, gate: "AutoGate") -> None:
         """Starts a draft that does not pay, if there is time to learn from it."""
-        if self.costs.draft_seconds([1], candidate.num_uncached) < self._probe_credit_s:
+        seconds = self.costs.draft_seconds([1], candidate.num_uncached)
+        if self._first_probes and seconds < self.costs.pass_seconds(self._pass):
+            self._first_probes, gate.should_start = self._first_probes - 1, True
+        elif seconds < self._probe_credit_s:
             self._probe_credit_s, gate.should_start = 0.0, True
 
     def should_continue(self, sequence: Sequence, draft: Draft, probability: float) -> bool:
