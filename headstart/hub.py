@@ -36,7 +36,7 @@ _OTHER_SPELLING = re.compile(r"(?:(?:https?://)?(?:hf\.co|huggingface\.co)/)?(\w
 """A repo id after the Hub's address, or before a quantization."""
 _MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "tiktoken.model", "*.txt")
 HEAD_PICKLES = ("pytorch_model.bin", "medusa_lm_head.pt")  # files of published heads with few tensors
-USUAL_QUANTIZATION = "q4_k_m"  # of a repo with several GGUF files, as llama.cpp's -hf takes it
+USUAL_QUANTIZATION = "q4_k_m"  # preferred in a repo with several GGUF files, as by llama.cpp's -hf
 CONNECT_SECONDS = 5
 _IGNORED_FILES = ("original/*", "onnx/*", "consolidated*", "checkpoint-*/*", "runs/*")
 
@@ -73,8 +73,8 @@ class Alias:
     heads: Mapping[str, Path] = field(default_factory=dict)
 
     def head(self, kind: str | None = None) -> Path | None:
-        """The head of this kind, else the first one; None without heads."""
-        return self.heads.get(kind or "") or next(iter(self.heads.values()), None)
+        """See `choose_head`."""
+        return choose_head(self.heads, kind)
 
 
 DEFAULT_MODEL = "smollm2-135m-mtp"
@@ -196,13 +196,19 @@ def shipped_heads(name: str) -> dict[str, Path]:
     return {kind: HEADS / folder for kind, folder in BUILTIN[name].heads.items()} if name in BUILTIN else {}
 
 
+def choose_head(heads: Mapping[str, Path], kind: str | None = None) -> Path | None:
+    """The head of this kind, else the first one; None without heads. heads: kind -> folder."""
+    return heads.get(kind or "") or next(iter(heads.values()), None)
+
+
 @cache
 def heads_in_package() -> tuple[ShippedHead, ...]:
     """The heads in this package, for built-in aliases and for other trunks."""
     found = []
     for config in sorted(HEADS.glob("*/config.json")):
         facts = json.loads(config.read_text("utf-8"))
-        found.append(ShippedHead(config.parent, *(facts[each.name] for each in fields(ShippedHead)[1:])))
+        named = {each.name: facts[each.name] for each in fields(ShippedHead) if each.name != "folder"}
+        found.append(ShippedHead(folder=config.parent, **named))
     return tuple(found)
 
 

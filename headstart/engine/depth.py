@@ -28,7 +28,7 @@ BATCH_MARGIN, PRUDENCE = 0.06, 0.8
 one sequence shortens a large batch by less than its share, and sequences that end at different times share no prompt
 passes."""
 PROBES = 0.005  # share of all time that may be spent on drafts that do not pay at present
-FIRST_PROBES = 8  # drafts of a new engine that need no time credit: nothing is known of the head's acceptance then
+FIRST_PROBES = 8  # drafts of a new engine that are made without time credit, while acceptance is unknown
 MAX_REST_STEPS = 7  # maximum of successive steps without drafts, when neither the head nor lookups pay
 DRAFT_ROW = 0.1  # cost of a row in a draft that takes one pass, as a share of the draft step
 MIN_ROW_SHARE = 0.002
@@ -156,7 +156,8 @@ class AutoDepth:
         return sum([share * (probability * worth - cost) for share, probability in bins if probability * worth > cost])
 
     def _probe(self, candidate: DraftCandidate, gate: "AutoGate") -> None:
-        """Starts a draft that does not pay, if there is time to learn from it."""
+        """Starts a draft that is not expected to pay, to learn its acceptance: one of the first, or one within the time
+        credit."""
         seconds = self.costs.draft_seconds([1], candidate.num_uncached)
         if self._first_probes and seconds < self.costs.pass_seconds(self._pass):
             self._first_probes, gate.should_start = self._first_probes - 1, True

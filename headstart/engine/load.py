@@ -71,14 +71,17 @@ class Model:
     broken_head: str = ""  # why the MTP head that the config promises is not used, and the remedy
 
 
-def find_head(trunk: Model, requested: str | None, shipped: Path | None, drafter: str = AUTO) -> Head | None:
-    """The requested head, else the native one, else the one shipped with the alias. drafter: value of --drafter."""
+def find_head(trunk: Model, requested: str | None, kind: str, drafter: str = AUTO) -> Head | None:
+    """The requested head, else the native one, else a shipped one, of this kind if there is one. drafter: value of
+    --drafter."""
     if requested is not None:
         return attach_head(trunk, _located(requested), drafter)
     if drafter == DRAFT_MODEL:
         raise UsageError("drafter draft_model needs a second, smaller model", "name it: --head MODEL")
-    native = native_head(trunk.family, trunk.weights, trunk.config)
-    return attach_head(trunk, shipped) if native is None and shipped is not None else native
+    if native := native_head(trunk.family, trunk.weights, trunk.config):
+        return native
+    shipped = hub.choose_head(shipped_heads(trunk), kind)
+    return attach_head(trunk, shipped) if shipped else None
 
 
 def _located(name: str) -> Path:
@@ -291,7 +294,7 @@ def load_model(
         broken_head=broken, vision=network, no_tower=no_tower,
         tower=ImageProcessor(found.format, tokenizer.result()) if found else None,
     )  # fmt: skip
-    model = replace(model, head=find_head(model, config.head, _shipped_head(model, config.drafter), config.drafter))
+    model = replace(model, head=find_head(model, config.head, config.drafter, config.drafter))
     if broken and model.head is None and config.drafter == AUTO and config.depth != 0:
         log.warning("%s is served without its MTP head: %s", checkpoint.name, broken)
     return model
@@ -333,7 +336,7 @@ def check_memory(checkpoint: Checkpoint) -> None:
 
 def with_head(model: Model, config: EngineConfig) -> Model:
     """The model with the config's head, which is read again. Raises ModelError or UsageError."""
-    return replace(model, head=find_head(model, config.head, _shipped_head(model, config.drafter)))
+    return replace(model, head=find_head(model, config.head, config.drafter))
 
 
 def other_heads(model: Model) -> dict[str, Model]:
@@ -357,9 +360,3 @@ def heads_of_trunk(tensors: Callable[[], Mapping[str, RawTensor]], config: Decod
     sized = [each for each in hub.heads_in_package() if (each.hidden_size, each.vocab_size) == sizes]
     fingerprint = trunk_fingerprint(tensors()) if sized else ""
     return {each.kind: each.folder for each in sized if each.trunk_fingerprint == fingerprint}
-
-
-def _shipped_head(model: Model, drafter: str) -> Path | None:
-    """The shipped head of kind `drafter`, else the first one."""
-    heads = shipped_heads(model)
-    return heads.get(drafter) or next(iter(heads.values()), None)

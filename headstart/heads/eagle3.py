@@ -386,7 +386,7 @@ HEAD = HeadKind(
     training=Training(
         spec=trained_spec,
         initial=initial,
-        # a layer reads few bytes where the trunk's MLP is wide: a draft step costs what its bytes cost
+        # each draft step reads the whole layer: the MLP of a trunk with a wide one would slow it
         layer=partial(published_layer, qk_norm=False, biases=True, inner_factor=DEFAULT_INNER),
     ),
 )

@@ -101,7 +101,8 @@ def _shipped_head(name: str, checkpoint: Checkpoint) -> str | None:
         heads = heads_of_trunk(lambda: canonical_tensors(checkpoint, family, sizes), sizes)
     except ModelError:  # `runs_here` says why
         return None
-    return next(map(str, heads.values()), None)
+    shipped = hub.choose_head(heads)
+    return str(shipped) if shipped else None
 
 
 def _opened(name: str, progress: Progress) -> Checkpoint:
