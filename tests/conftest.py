@@ -6,6 +6,7 @@ import random
 import signal
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -70,9 +71,17 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+def pytest_runtest_teardown(item: pytest.Function, nextitem: pytest.Item | None) -> None:
     if nextitem is None or nextitem.path != item.path:
+        clear_caches(item.module)
         settle()
+
+
+def clear_caches(module: ModuleType) -> None:
+    """Drop the models that a test file's cached functions keep: each has open files."""
+    for function in vars(module).values():
+        if getattr(function, "__module__", None) == module.__name__ and hasattr(function, "cache_clear"):
+            function.cache_clear()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

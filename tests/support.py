@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import lru_cache
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,9 @@ PLAIN_SPEC = HeadSpec()
 SMALL = {"backend": "reference", "threads": 1, "block_size": 8, "kv_blocks": 80, "max_model_len": 128}
 """Engine settings of most tests; 16 blocks hold one sequence of 128 tokens, so `kv_blocks=16` forces preemption."""
 
+KEPT_MODELS = 32
+"""Models of the last arguments that stay loaded. Each keeps a file open."""
+
 _temporary = tempfile.TemporaryDirectory(prefix="headstart-tests-")
 atexit.register(_temporary.cleanup)
 _serial = count()
@@ -112,9 +115,9 @@ def model_at(path: Path, backend: str = "reference", dtype: str = "float32", **s
     return load_model(str(path), EngineConfig(backend=backend, dtype=dtype, threads=1, **settings))
 
 
-@cache
+@lru_cache(maxsize=KEPT_MODELS)
 def tiny_model(family: str, dtype: str = "float64", softness: float = 1.0, **changes: Any) -> Model:
-    """The family's tiny model, read back from disk; loaded once per set of arguments."""
+    """The family's tiny model, read back from disk; those of the last arguments stay loaded."""
     config, arrays = family_of(family).tiny(**changes)
     return model_at(write_model(new_folder(), config, soften(arrays, softness)), dtype=dtype)
 
@@ -261,7 +264,7 @@ def make_draft_model(model: Model, family: str = "qwen3") -> DraftModel:
     return load_draft_model(model, open_checkpoint(written))
 
 
-@cache
+@lru_cache(maxsize=KEPT_MODELS)
 def headed_model(family: str, kind: str = "mtp") -> Model:
     """The tiny model with its own head, or else a random one."""
     model = tiny_model(family, num_hidden_layers=2)
@@ -279,7 +282,7 @@ def headed_model(family: str, kind: str = "mtp") -> Model:
     return model if model.head else replace(model, head=make_head(model))
 
 
-@cache
+@lru_cache(maxsize=KEPT_MODELS)
 def agreeing_model(family: str) -> Model:
     """A softened trunk with a head that is often right."""
     model = tiny_model(family, softness=0.1, num_hidden_layers=2)
