@@ -30,7 +30,6 @@ from pathlib import Path
 from measure.machine import load_now, machine_alone, others, provenance, verdict
 from measure.questions import by_category, first_turns
 
-from headstart import hub
 from headstart.api import LLM
 from headstart.cli.render import progress
 from headstart.config import AUTO, Depth, EngineConfig
@@ -95,10 +94,7 @@ def make(name: str | None, row: str, config: EngineConfig) -> LLM:
         return LLM(name, replace(config, drafter="none", depth=0))
     drafter, _, folder = drafter.partition("=")
     depth: Depth = AUTO if word == AUTO else int(word)
-    if drafter in ("auto", "ngram"):
-        return LLM(name, replace(config, drafter=drafter, head=folder or None, depth=depth))
-    head = folder or hub.shipped_heads(name or hub.DEFAULT_MODEL).get(drafter)  # else the checkpoint's own
-    return LLM(name, replace(config, drafter=drafter, head=head and str(head), depth=depth))
+    return LLM(name, replace(config, drafter=drafter, head=folder or None, depth=depth))
 
 
 def decode(llm: LLM, row: str, category: str, prompt: str | list[int], params: SamplingParams) -> Record | None:

@@ -249,7 +249,7 @@ def options() -> argparse.Namespace:
     add("--vllm-python", type=Path)
     add("--vllm-bind", default="0-1", help="VLLM_CPU_OMP_THREADS_BIND")
     add("--openvino-python", type=Path)
-    add("--eagle3", type=Path, default=hub.shipped_heads(hub.DEFAULT_MODEL)["eagle3"], help="default: the shipped one")
+    add("--eagle3", type=Path, default=hub.HEADS / "smollm2-135m-eagle3", help="default: the shipped one")
     add("--threads", type=int, default=os.cpu_count())
     add("--rounds", type=int, default=3)
     add("--per-category", type=int, default=1)

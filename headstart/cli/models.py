@@ -78,13 +78,12 @@ def pull(flags: ModelOptions, output: OutputOptions) -> int:
     """Download a model into the user cache, and check it; a cached model is only checked."""
     from headstart import hub
     from headstart.core import Report
+    from headstart.models.shipped_heads import shipped_heads_at
 
-    hub.pull(flags.model)
-    alias = hub.resolve_alias(flags.model)
-    heads = {kind: str(path) for kind, path in alias.heads.items()}
-    document = {"model": alias.name, "path": str(alias.trunk), "heads": heads}
-    print_note(hub.DEMO_NOTE if alias.name == hub.DEFAULT_MODEL else f"next: headstart chat {alias.name}")
-    return finish(Report(True, document, [str(alias.trunk)]), output.as_json)
+    name, path = flags.model or hub.DEFAULT_MODEL, hub.pull(flags.model)
+    heads = {kind: str(folder) for kind, folder in shipped_heads_at(path).items()}
+    print_note(hub.DEMO_NOTE if name == hub.DEFAULT_MODEL else f"next: headstart chat {name}")
+    return finish(Report(True, {"model": name, "path": str(path), "heads": heads}, [str(path)]), output.as_json)
 
 
 @command("headstart ps", "headstart ps --url http://localhost:9000 --json")

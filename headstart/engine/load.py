@@ -1,7 +1,6 @@
 """Loads a model by name: trunk, backend, and the head or draft model that fits the trunk."""
 
 import logging
-from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from headstart.heads.draft_model import DraftModel, parallel_block
 from headstart.heads.files import is_head, read_head
 from headstart.heads.kind import HeadCheckpoint, head_kind
 from headstart.kernels.backend import SharesThreads, open_backend, select_backend
-from headstart.kernels.ops import Backend, RawTensor
+from headstart.kernels.ops import Backend
 from headstart.kernels.streamed import StreamedBackend
 from headstart.layers.build import DecoderConfig, raw_lm_head
 from headstart.layers.decoder import Decoder
@@ -31,6 +30,7 @@ from headstart.layers.vision import VisionNetwork
 from headstart.layers.weights import Weights, trunk_fingerprint
 from headstart.models.base import Family
 from headstart.models.head_state import usable_heads
+from headstart.models.shipped_heads import choose_head, shipped_heads
 from headstart.models.tensors import (
     LoadedDecoder,
     canonical_tensors,
@@ -80,8 +80,8 @@ def find_head(trunk: Model, requested: str | None, kind: str, drafter: str = AUT
         raise UsageError("drafter draft_model needs a second, smaller model", "name it: --head MODEL")
     if native := native_head(trunk.family, trunk.weights, trunk.config):
         return native
-    shipped = hub.choose_head(shipped_heads(trunk), kind)
-    return attach_head(trunk, shipped) if shipped else None
+    shipped = choose_head(shipped_heads(trunk.checkpoint), kind)
+    return fit_head(trunk, read_head(shipped), shipped) if shipped else None
 
 
 def _located(name: str) -> Path:
@@ -260,8 +260,7 @@ def load_model(
     CapacityError.
     """
     select_backend(config)  # fails before anything is downloaded
-    alias = hub.resolve_alias(name)
-    checkpoint = open_checkpoint(alias.trunk)
+    checkpoint = open_checkpoint(hub.resolve(name))
     if config.mmproj is not None:
         checkpoint = replace(checkpoint, projector=user_path(config.mmproj))
     check_format(checkpoint, config)
@@ -288,7 +287,7 @@ def load_model(
     if config.mmproj is not None and no_tower:
         raise UsageError(f"--mmproj: {no_tower}")
     model = Model(
-        name=name or alias.name, checkpoint=checkpoint, family=loaded.family,
+        name=name or hub.DEFAULT_MODEL, checkpoint=checkpoint, family=loaded.family,
         config=loaded.config if heads.num_modules is None else replace(loaded.config, num_mtp=heads.num_modules),
         backend=backend, weights=loaded.weights, decoder=loaded.decoder, tokenizer=tokenizer.result(), head=None,
         broken_head=broken, vision=network, no_tower=no_tower,
@@ -343,20 +342,5 @@ def other_heads(model: Model) -> dict[str, Model]:
     """Kind -> the model with the shipped head of this kind (`--drafter KIND`), for all kinds but the model's own."""
     if model.head is None:
         return {}
-    own, shipped = model.head.spec.kind, shipped_heads(model)
-    return {kind: replace(model, head=attach_head(model, path)) for kind, path in shipped.items() if kind != own}
-
-
-def shipped_heads(model: Model) -> Mapping[str, Path]:
-    """Kind -> folder of the heads in this package for the model: its alias's, else those that were trained on the same
-    trunk in any quantization."""
-    return hub.shipped_heads(model.name) or heads_of_trunk(lambda: model.weights.tensors, model.config)
-
-
-def heads_of_trunk(tensors: Callable[[], Mapping[str, RawTensor]], config: DecoderConfig) -> dict[str, Path]:
-    """Kind -> folder of the heads in this package that were trained on a trunk of these tensors (canonical names),
-    which are asked for only if there are heads of its sizes."""
-    sizes = config.hidden_size, config.vocab_size
-    sized = [each for each in hub.heads_in_package() if (each.hidden_size, each.vocab_size) == sizes]
-    fingerprint = trunk_fingerprint(tensors()) if sized else ""
-    return {each.kind: each.folder for each in sized if each.trunk_fingerprint == fingerprint}
+    others = {kind: path for kind, path in shipped_heads(model.checkpoint).items() if kind != model.head.spec.kind}
+    return {kind: replace(model, head=fit_head(model, read_head(path), path)) for kind, path in others.items()}

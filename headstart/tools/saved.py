@@ -17,6 +17,7 @@ from headstart.formats import adapter
 from headstart.heads.files import read_head
 from headstart.kernels.backend import select_backend
 from headstart.machine import threads
+from headstart.models.shipped_heads import shipped_heads_at
 
 WEIGHTS = ("*.safetensors", "*.gguf", "config.json")
 FACTS = "adapted.json"
@@ -72,7 +73,7 @@ def identity_of(model: str | None) -> Any:
     """Returns a JSON value that identifies a model: its name on the Hub, or names, sizes and times of its files."""
     if model is not None and hub.repo_of(model) is not None:
         return model
-    trunk = hub.resolve_alias(model).trunk
+    trunk = hub.resolve(model)
     files = [trunk] if trunk.is_file() else sorted(path for pattern in WEIGHTS for path in trunk.glob(pattern))
     return [(path.name, stat.st_size, stat.st_mtime_ns) for path in files for stat in [path.stat()]]
 
@@ -123,9 +124,11 @@ def find_adapted_head(model: str | None, config: EngineConfig) -> tuple[Path, Ad
     if config.head is not None or config.depth == 0 or config.drafter not in ("auto", "mixed", *kinds):
         return None
     with contextlib.suppress(UsageError):
-        shipped = hub.shipped_heads(model or hub.DEFAULT_MODEL)
-        wanted = [config.drafter] if config.drafter in kinds else list(shipped)[:1] or kinds
         roots = [folder_of(model, each) for each in dict.fromkeys((adapter_of(config), ""))]
+        if not any(root.is_dir() for root in roots):
+            return None
+        shipped = shipped_heads_at(hub.resolve(model))
+        wanted = [config.drafter] if config.drafter in kinds else list(shipped)[:1] or kinds
         for folder in (root / kind for root in roots for kind in wanted):
             kind = folder.name
             try:

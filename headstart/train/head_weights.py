@@ -78,13 +78,13 @@ class InitialHead:
 
 
 def existing_head(frozen_model: FrozenModel, kind: str, path: Path | None) -> InitialHead:
-    """The head at `path`; by default the checkpoint's own, or a shipped one (`saved_head`)."""
+    """The head at `path`; by default the checkpoint's own, or one in this package (`saved_head`)."""
     native = frozen_model.model.head if path is None else None
     if native is not None and native.source == NATIVE_HEAD:
         check_native_head(native.spec, kind)
         tensors = {name: each for name, each in frozen_model.tensors.items() if name.startswith("mtp.0.")}
         return InitialHead(native.spec, _float32_weights(tensors))
-    return initial_head(frozen_model, saved_head(frozen_model.model.name, kind, path))
+    return initial_head(frozen_model, saved_head(frozen_model.model.checkpoint, kind, path))
 
 
 def initial_head(frozen_model: FrozenModel, head: HeadCheckpoint) -> InitialHead:

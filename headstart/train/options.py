@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from headstart import hub
 from headstart.config import MAX_DEPTH, Device, flag_of
 from headstart.errors import ModelError, UsageError
 from headstart.files import user_path
@@ -20,6 +19,7 @@ from headstart.layers.build import DecoderConfig
 from headstart.models.base import Family
 from headstart.models.head_state import usable_heads
 from headstart.models.lora import REMEDY, fit_adapter
+from headstart.models.shipped_heads import shipped_heads
 from headstart.models.tensors import find_family, read_config
 
 MIN_TEXT_TOKENS = 1_000  # fewest tokens of answers or plain text that a new head is trained on
@@ -135,7 +135,7 @@ def _check_model(options: TrainOptions) -> None:
             check_native_head(native, options.kind)
             spec = native
         else:
-            spec = head_kind(options.kind).fit(saved_head(options.model, options.kind, options.head).spec, config)
+            spec = head_kind(options.kind).fit(saved_head(checkpoint, options.kind, options.head).spec, config)
         if not spec.block and spec.module_of(options.steps - 1) is None:
             what = f"--depth is {options.steps}, but the head to begin with has {spec.num_modules} module(s)"
             raise UsageError(what, f"--depth {spec.depth_limit}")
@@ -216,10 +216,10 @@ def check_native_head(spec: HeadSpec, kind: str) -> None:
         raise ModelError(what, hint)
 
 
-def saved_head(model: str, kind: str, path: Path | None) -> HeadCheckpoint:
-    """The head at `path`, by default the one of this kind that is shipped with the model. Raises ModelError if there is
-    none, or of another kind."""
-    path = path or hub.shipped_heads(model).get(kind)
+def saved_head(checkpoint: Checkpoint, kind: str, path: Path | None) -> HeadCheckpoint:
+    """The head at `path`, by default the head of this kind in this package. Raises ModelError if there is none, or of
+    another kind."""
+    path = path or shipped_heads(checkpoint).get(kind)
     if path is None:
         raise ModelError(f"the model has no head of kind {kind} to fine-tune", "leave out --finetune, or give --head")
     head = read_head(path)

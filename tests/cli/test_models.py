@@ -97,7 +97,7 @@ def test_published_models_have_short_names(cache: Path, monkeypatch: pytest.Monk
     for each in rows:
         assert hub.repo_of(each["name"]) == hub.Repo(each["repo"])
         assert hub.is_repo(each["name"])
-        assert hub.resolve_alias(each["name"]) == hub.Alias(each["name"], cache)
+        assert hub.resolve(each["name"]) == cache
     assert asked == [each["repo"] for each in rows]
     Path(cache.parent, "mimo-7b").mkdir()  # a folder of this name comes first
     assert hub.resolve("mimo-7b") == Path("mimo-7b")

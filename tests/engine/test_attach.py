@@ -9,10 +9,17 @@ import support
 from headstart import hub
 from headstart.config import EngineConfig
 from headstart.engine.load import attach_head, load_model
+from headstart.formats import open_checkpoint
 from headstart.heads import files
 from headstart.heads.kind import HeadCheckpoint
 from headstart.layers.weights import trunk_fingerprint
+from headstart.models.shipped_heads import choose_head, heads_in_package, shipped_heads
+from headstart.tools.adapt.run import AdaptOptions, _start
+from headstart.tools.export.source import ExportRequest
 from headstart.tools.inspect.run import InspectOptions, run as inspect_model
+from headstart.tools.saved import digest_of
+from headstart.tools.verify.options import default_drafters
+from headstart.train.options import saved_head
 
 
 @pytest.mark.slow
@@ -42,17 +49,30 @@ def test_a_head_in_the_package_serves_any_quantization_of_its_trunk(
     for folder, told in (("ours", trunk_fingerprint(model.weights.tensors)), ("others", "f" * 32)):
         head = HeadCheckpoint(spec=spec, trunk=folder, trunk_fingerprint=told, **sizes)
         files.write_head(tmp_path / "heads" / folder, head, arrays)
+    ours = tmp_path / "heads" / "ours"
     monkeypatch.setattr(hub, "HEADS", tmp_path / "heads")
-    hub.heads_in_package.cache_clear()
+    heads_in_package.cache_clear()
     try:
         for rounding in (None, "int8"):
             loaded = load_model(model.name, EngineConfig(quantization=rounding, threads=1))
-            assert loaded.head is not None and loaded.head.source == str(tmp_path / "heads" / "ours")
+            assert loaded.head is not None and loaded.head.source == str(ours)
         report = inspect_model(InspectOptions(model=model.name))
-        assert report.data["attached_head"]["path"] == str(tmp_path / "heads" / "ours")
+        assert report.data["attached_head"]["path"] == str(ours)
+        assert default_drafters(loaded, EngineConfig()) == ("eagle3", "ngram", "mixed")
+        assert saved_head(loaded.checkpoint, "eagle3", None).trunk == "ours"
+        assert ExportRequest(model.name).find_head() == ours
+        assert _start(AdaptOptions(records=tmp_path, model=model.name, threads=1)).base == digest_of(ours)
         assert "a head of its own is attached" in report.data["heads"]["reason"]
     finally:
-        hub.heads_in_package.cache_clear()
+        heads_in_package.cache_clear()
+
+
+def test_shipped_heads_of_the_default_model() -> None:
+    heads = shipped_heads(open_checkpoint(hub.resolve()))
+    assert list(heads) == ["mtp", "eagle3", "block"], "the first is the default"
+    assert choose_head(heads) == choose_head(heads, "mixed") == choose_head(heads, "mtp") == heads["mtp"]
+    assert choose_head(heads, "eagle3") == heads["eagle3"] and choose_head({}, "eagle3") is None
+    assert all(files.read_head(each.folder).spec.kind == each.kind for each in heads_in_package())
 
 
 def test_a_copy_of_a_tied_lm_head_is_the_same_trunk() -> None:

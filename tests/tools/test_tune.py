@@ -14,7 +14,6 @@ import pytest
 from support import headed_model, new_folder
 from tiny_models import write_tiny
 
-from headstart import hub
 from headstart.cli.main import main
 from headstart.cli.serve import with_tuned
 from headstart.config import AUTO, EngineConfig
@@ -162,8 +161,9 @@ def test_nothing_to_tune(model: str) -> None:
 
 def test_every_shipped_head_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     model = headed_model("mimo")
-    monkeypatch.setattr(hub, "shipped_heads", lambda name: {"mtp": Path("first"), "eagle3": Path("second")})
-    monkeypatch.setattr(load, "attach_head", lambda model, path: replace(model.head, source=str(path)))
+    monkeypatch.setattr(load, "shipped_heads", lambda checkpoint: {"mtp": Path("first"), "eagle3": Path("second")})
+    monkeypatch.setattr(load, "read_head", lambda path: None)
+    monkeypatch.setattr(load, "fit_head", lambda model, head, path: replace(model.head, source=str(path)))
     ((kind, other),) = load.other_heads(model).items()
     assert (kind, other.head.source) == ("eagle3", "second")
 

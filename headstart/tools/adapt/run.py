@@ -121,8 +121,7 @@ def _start(options: AdaptOptions) -> _StartingHead:
     if head_kind(kind).training is None:
         raise UsageError(f"a head of kind {kind} cannot be trained", f"those can: {', '.join(trained_kinds())}")
     path = None if model.head.source == NATIVE_HEAD else Path(model.head.source)
-    shipped = hub.shipped_heads(model.name).get(kind)
-    base = saved.digest_of(path) if path and path == shipped else ""
+    base = saved.digest_of(path) if path and path.parent == hub.HEADS else ""
     return _StartingHead(model, path, kept[1].base if kept else base, adapter)
 
 

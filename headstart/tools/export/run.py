@@ -32,7 +32,7 @@ def run(options: ExportOptions, progress: Progress = no_progress) -> Report:
         raise UsageError(f"--model-type goes with --to {DEFAULT} only", "leave it out")
     request = ExportRequest(options.model, options.head, options.model_type)
     check_target(options.out, options.force)
-    sources = [request.alias.trunk, request.head or request.alias.head()]
+    sources = [request.path, request.find_head()]
     check_target(options.out, True, [each for each in sources if each])
     plan = export(request)
     size = carry_out(plan, options.out, progress)

@@ -15,9 +15,9 @@ from headstart.formats.json_object import read_object
 from headstart.formats.safetensors import whole_directory
 from headstart.heads.files import read_head
 from headstart.heads.kind import HeadCheckpoint
-from headstart.hub import Alias, resolve_alias
 from headstart.kernels.ops import RawTensor
 from headstart.layers.build import DecoderConfig
+from headstart.models.shipped_heads import choose_head, shipped_heads_at
 from headstart.models.tensors import canonical_tensors, find_family
 from headstart.tools.export.plan import Plan
 
@@ -90,14 +90,26 @@ class ExportRequest:
     head: Path | None = None
     model_type: str | None = None
 
+    @property
+    def name(self) -> str:
+        return self.model or hub.DEFAULT_MODEL
+
     @cached_property
-    def alias(self) -> Alias:
-        return resolve_alias(self.model)
+    def path(self) -> Path:
+        return hub.resolve(self.model)
+
+    @cached_property
+    def _shipped(self) -> Mapping[str, Path]:
+        return shipped_heads_at(self.path)
+
+    def find_head(self, kind: str | None = None) -> Path | None:
+        """The directory of the user's head, else of the head in this package, of this kind if there is one."""
+        return self.head or choose_head(self._shipped, kind)
 
     @property
     def has_own_head(self) -> bool:
         """Whether the head is a separate directory, not a part of the checkpoint."""
-        return self.head is not None or self.alias.head() is not None
+        return self.find_head() is not None
 
     @cached_property
     def directory(self) -> Checkpoint:
@@ -105,19 +117,19 @@ class ExportRequest:
         if self.has_own_head:
             hint = "--to vllm-mimo makes one checkpoint of trunk and head; export that one"
             what = "is a separate directory, but this layout needs a head inside the checkpoint"
-            raise ModelError(f"the head of {self.alias.name} {what}", hint)
+            raise ModelError(f"the head of {self.name} {what}", hint)
         return open_directory(self.model)
 
     def source(self, kind: str) -> ExportSource:
         """Returns trunk and separate head as arrays; of several shipped heads the one of this kind."""
-        head = self.head or self.alias.head(kind)
+        head = self.find_head(kind)
         if head is None:
-            raise ModelError(f"{self.alias.name} has no separate head", "give one with --head")
-        checkpoint = open_checkpoint(self.alias.trunk)
+            raise ModelError(f"{self.name} has no separate head", "give one with --head")
+        checkpoint = open_checkpoint(self.path)
         family = find_family(checkpoint)
         sizes = family.read(checkpoint.config, strict=False)
         tensors = canonical_tensors(checkpoint, family, sizes)
-        return ExportSource(self.alias.name, checkpoint, sizes, tensors, read_head(head), head)
+        return ExportSource(self.name, checkpoint, sizes, tensors, read_head(head), head)
 
 
 Export = Callable[[ExportRequest], Plan]

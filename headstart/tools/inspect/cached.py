@@ -107,10 +107,11 @@ def _checkpoint(snapshot: Path) -> Path | None:
 
 
 def _described(model: Cached) -> tuple[str | None, str | None]:
-    """Returns (format, heads): the names of heads that come with a built-in model, else inspect's verdict."""
+    """Returns (format, heads): the kinds of heads in this package for the model, else inspect's verdict."""
     if model.path is None:
         return None, None
     from headstart.formats import open_checkpoint  # slow to import; doctor and prune do not need these
+    from headstart.models.shipped_heads import shipped_heads
     from headstart.tools.inspect.run import describe
 
     try:
@@ -118,4 +119,4 @@ def _described(model: Cached) -> tuple[str | None, str | None]:
         heads: str = describe(checkpoint)["heads"]["verdict"]
     except HeadstartError:  # incomplete download, or an unknown format
         return None, None
-    return checkpoint.format, ", ".join(hub.shipped_heads(model.name)) or heads
+    return checkpoint.format, ", ".join(shipped_heads(checkpoint)) or heads

@@ -48,7 +48,7 @@ def measure(model: str | None, head: str | None, progress: Progress) -> dict[str
 
     try:
         config = EngineConfig(head=head)
-        streamed = not fits_memory(open_checkpoint(hub.resolve_alias(model).trunk))
+        streamed = not fits_memory(open_checkpoint(hub.resolve(model)))
         loaded = load_model(model, config, streamed=streamed)
         if loaded.head is None:
             return {"ran": False, "why": "the model has no head that headstart can run"}

@@ -28,7 +28,8 @@ from headstart.models.classify import classify
 from headstart.models.families import with_sizes
 from headstart.models.head_state import dead, misread, state_of
 from headstart.models.native_heads import NativeHeads, examine
-from headstart.models.tensors import canonical_tensors, find_family, find_vision, read_config
+from headstart.models.shipped_heads import choose_head, shipped_heads
+from headstart.models.tensors import find_family, find_vision, read_config
 from headstart.params import recommended_names
 from headstart.tools.inspect import deep
 from headstart.tools.inspect.adapter import inspect_adapter
@@ -73,7 +74,8 @@ def run(options: InspectOptions, progress: Progress = no_progress) -> Report:
         checkpoint = _opened(name, progress)
         data = describe(checkpoint, target)
         data["here"] = None if data["drafter"] else runs_here(checkpoint)
-    head = options.head or (None if data["drafter"] else _shipped_head(name, checkpoint))
+    shipped = None if data["drafter"] else choose_head(shipped_heads(checkpoint))
+    head = options.head or (str(shipped) if shipped else None)
     data["attached_head"] = describe_head(Path(head), checkpoint) if head else None
     if head and data["heads"]["verdict"] == "none":
         data["heads"] |= {"reason": f"{data['heads']['reason']}; a head of its own is attached", "fix": ""}
@@ -84,25 +86,6 @@ def run(options: InspectOptions, progress: Progress = no_progress) -> Report:
         data["heads"] |= misread(data["deep"]).document()
     fits = [fit["fits"] for fit in (data["fit"], (data["attached_head"] or {}).get("fit")) if fit]
     return Report(ok=not data["heads"]["broken"] and all(fits), data=data, lines=lines(data))
-
-
-def _shipped_head(name: str, checkpoint: Checkpoint) -> str | None:
-    """Returns the folder of the head in this package that the model drafts with."""
-    if hub.is_builtin(name):
-        shipped = hub.resolve_alias(name).head()
-        return str(shipped) if shipped else None
-    if not all(tensor.here for tensor in checkpoint.tensors.values()):
-        return None  # only headers of remote files were read
-    from headstart.engine.load import heads_of_trunk  # it needs more than headers do
-
-    try:
-        family = find_family(checkpoint)
-        sizes = read_config(checkpoint, family)
-        heads = heads_of_trunk(lambda: canonical_tensors(checkpoint, family, sizes), sizes)
-    except ModelError:  # `runs_here` says why
-        return None
-    shipped = hub.choose_head(heads)
-    return str(shipped) if shipped else None
 
 
 def _opened(name: str, progress: Progress) -> Checkpoint:

@@ -50,7 +50,7 @@ def read_facts(model: str | None) -> ModelFacts:
     path = user_path(model) if model else None
     if model and path and not path.exists() and not hub.is_builtin(model) and hub.is_repo(model):
         return _config_facts(model, read_object(hub.config_file(model)), None, local=False)
-    trunk = hub.resolve_alias(model).trunk
+    trunk = hub.resolve(model)
     if gguf.detect(trunk):
         return _gguf_facts(trunk)
     has_weights = any(trunk.glob("*.safetensors")) or (trunk / INDEX).exists()

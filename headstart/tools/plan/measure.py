@@ -134,7 +134,7 @@ def _describe(measured: dict[str, Any], rates: Rates) -> str:
 
 def cache_path(model: str | None, config: EngineConfig) -> Path:
     """Returns the cache file for measurements of these model files, options, threads, processor and VERSION."""
-    trunk = hub.resolve_alias(model).trunk
+    trunk = hub.resolve(model)
     files = hub.file_stamps(sorted(trunk.glob("*.safetensors")) if trunk.is_dir() else [trunk])
     settings = (config.backend, config.rounding, config.kv_cache_dtype, config.threads or threads().usable)
     return hub.record_path("plan", {"format": VERSION, "files": files, "settings": settings, "cpu": cpu().model})

@@ -22,6 +22,7 @@ from headstart.layers.costs import num_elements
 from headstart.models.base import Family
 from headstart.models.classify import MODEL, MTP, DrafterKind, classify, classify_path
 from headstart.models.families import read_any, with_sizes
+from headstart.models.shipped_heads import choose_head, heads_in_package, shipped_heads
 from headstart.tools.plan.drafters import acceptances_of_lengths, as_block, draft_model, from_config, from_head
 from headstart.tools.plan.shape import (
     DrafterShape,
@@ -131,11 +132,11 @@ def from_model(name: str | None) -> ModelShape:
     path = user_path(name) if name and not hub.is_builtin(name) else None
     if path and path.is_dir() and not any(path.glob("*.safetensors")) and (path / "config.json").exists():
         return _from_config(str(path), read_object(path / "config.json"))
-    alias = hub.resolve_alias(name)
-    shape = from_checkpoint(open_checkpoint(alias.trunk), name or alias.name)
-    if (head := alias.head()) is not None and shape.drafter.assumed:
+    name, checkpoint = name or hub.DEFAULT_MODEL, open_checkpoint(hub.resolve(name))
+    shape = from_checkpoint(checkpoint, name)
+    if shape.drafter.assumed and (head := choose_head(shipped_heads(checkpoint))) is not None:
         shape = from_head(shape, read_head(head), head.name)
-    return with_acceptance(shape, alias.name)
+    return with_acceptance(shape, name)
 
 
 def _unknown(name: str) -> UsageError:
@@ -233,7 +234,7 @@ def with_head(shape: ModelShape, name: str, kind: str | None = None) -> ModelSha
 def available() -> Report:
     """Reports published models with their own heads: size and memory in bytes, kind of drafter, gain; and the models
     that this package has heads for."""
-    packaged = list(dict.fromkeys(each.trunk for each in hub.heads_in_package()))
+    packaged = list(dict.fromkeys(each.trunk for each in heads_in_package()))
     models = [_available(name) for name in hub.published_models()]
     return Report(True, {"default": hub.DEFAULT_MODEL, "models": models, "with_packaged_head": packaged})
 

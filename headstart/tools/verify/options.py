@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from headstart import hub
 from headstart.config import AUTO, Depth, EngineConfig
 from headstart.errors import UsageError
+from headstart.models.shipped_heads import shipped_heads
 from headstart.tools.prompts import builtin_prompts
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class VerifyOptions:
     min_texts: int = 0  # cells are added until at least this many (cell, prompt) pairs are compared
     temperatures: tuple[float, ...] = (0.0, 0.7, 1.0)
     depths: tuple[Depth, ...] = DEPTHS  # default depths are lowered to each drafter's limit
-    drafters: tuple[str, ...] = ()  # empty: default_drafters
+    drafters: tuple[str, ...] = ()  # empty: default_drafters of the model
     batch_sizes: tuple[int, ...] = (1, 8)
     chunk_sizes: tuple[int, ...] = (32, 512)
     prefix_caching: tuple[bool, ...] = (True, False)
@@ -82,7 +82,7 @@ class VerifyOptions:
 
     def factors(self) -> dict[str, tuple[Any, ...]]:
         return {
-            "temperature": self.temperatures, "depth": self.depths, "drafter": self.drafters or default_drafters(self),
+            "temperature": self.temperatures, "depth": self.depths, "drafter": self.drafters or (AUTO,),
             "batch": self.batch_sizes, "chunk": self.chunk_sizes, "cache": self.prefix_caching,
             "preemption": self.preemption, "threads": self.thread_counts, "seed": self.seeds,
         }  # fmt: skip
@@ -93,13 +93,13 @@ def prompt_seed(seed: int, index: int) -> int:
     return seed * 1_000_003 + index
 
 
-def default_drafters(options: VerifyOptions, head: str | None = "mtp") -> tuple[str, ...]:
-    """Returns the drafters to verify: the head of kind `head` (None: the model has none), lookup, both together, and
-    other heads shipped with the model."""
-    if head is None:
+def default_drafters(model: "Model", config: EngineConfig) -> tuple[str, ...]:
+    """Returns the drafters to verify: the model's head, lookup, both together, and unless `config` names a head the
+    other heads in this package. Without a head: lookup."""
+    if model.head is None:
         return ("ngram",)
-    shipped = hub.shipped_heads(options.model or hub.DEFAULT_MODEL) if options.config.head is None else {}
-    return (head, "ngram", "mixed", *(kind for kind in shipped if kind != head))
+    own, shipped = model.head.spec.kind, shipped_heads(model.checkpoint) if config.head is None else {}
+    return (own, "ngram", "mixed", *(kind for kind in shipped if kind != own))
 
 
 GridCell = dict[str, Any]  # factor -> level

@@ -90,16 +90,15 @@ def run(options: VerifyOptions, progress: Progress = no_progress) -> Report:
 
 def _run_all(options: VerifyOptions, progress: Progress) -> "list[VerificationRun]":
     """Runs the cells over all prompts, then those over long prompts."""
-    threads, drafters, loaded = options.thread_counts, options.drafters, dict[int, Model]()
-    if not drafters:
-        check_ranges(options)  # before a model is loaded
+    check_ranges(options)
+    threads, loaded = options.thread_counts, dict[int, Model]()
+    if not options.drafters:
         loaded[threads[0]] = model = load_model(options.model, replace(options.config, threads=threads[0]))
-        drafters = default_drafters(options, model.head.spec.kind if model.head else None)
-        options = replace(options, drafters=drafters)
+        options = replace(options, drafters=default_drafters(model, options.config))
     runs = [VerificationRun(options, progress)]
     for count in threads:
         config = replace(options.config, threads=count)
-        if DRAFT_MODEL in drafters:  # then --head is a whole model
+        if DRAFT_MODEL in options.drafters:  # then --head is a whole model
             config = replace(config, drafter=DRAFT_MODEL)
         model = loaded.pop(count) if count in loaded else load_model(options.model, config)
         if count == threads[0] and (long := options.long_contexts(model)):
@@ -139,7 +138,6 @@ class VerificationRun:
         self.name = ""  # the model's
         cells = pairwise(options.factors(), GRID_SEED, -(-options.min_texts // len(self.prompts)))
         self._cells = [cell for count in options.thread_counts for cell in cells if cell["threads"] == count]
-        check_ranges(options)
         self._plain: dict[tuple[float, int], list[DecodedPrompt]] = {}
         self._baselines = sorted({_key(cell) for cell in cells})
         self._headed: Mapping[str, Model] = {}  # drafter -> the model with another shipped head

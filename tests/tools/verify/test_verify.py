@@ -13,10 +13,11 @@ from lora_files import random_adapter
 from support import family_of, make, new_folder, new_sequence, prompt_of, request, run, soften, tiny_model
 from tiny_models import write_model
 
-from headstart import hub, machine
+from headstart import machine
 from headstart.cli.main import main
 from headstart.config import EngineConfig
 from headstart.core import SamplingParams, Span, VerifyResult
+from headstart.engine.load import load_model
 from headstart.engine.verify import verify_exact
 from headstart.errors import UsageError
 from headstart.kernels.backends import reference
@@ -318,13 +319,13 @@ def test_all_pairs_are_covered(sizes: list[int], seed: int) -> None:
 @pytest.mark.slow
 def test_the_grid_is_small() -> None:
     """Every drafter that comes with the default model, EAGLE-3 among them, at every depth."""
-    factors = VerifyOptions(thread_counts=(1,)).factors()
-    assert factors["drafter"] == ("mtp", "ngram", "mixed", "eagle3", "block") and len(pairwise(factors)) <= 26
-    assert len(pairwise(VerifyOptions(thread_counts=(1, 2)).factors())) <= 31
-    assert default_drafters(VerifyOptions(model="another")) == ("mtp", "ngram", "mixed")
-    head = EngineConfig(head=str(hub.shipped_heads(hub.DEFAULT_MODEL)["block"]))
-    assert default_drafters(VerifyOptions(config=head), "block") == ("block", "ngram", "mixed")
-    assert default_drafters(VerifyOptions(model="another"), None) == ("ngram",)
+    model = load_model(None, EngineConfig(threads=1))
+    drafters = default_drafters(model, EngineConfig())
+    assert drafters == ("mtp", "ngram", "mixed", "eagle3", "block")
+    assert len(pairwise(VerifyOptions(drafters=drafters, thread_counts=(1,)).factors())) <= 26
+    assert len(pairwise(VerifyOptions(drafters=drafters, thread_counts=(1, 2)).factors())) <= 31
+    assert default_drafters(model, EngineConfig(head="mtp")) == ("mtp", "ngram", "mixed")
+    assert default_drafters(replace(model, head=None), EngineConfig()) == ("ngram",)
 
 
 @pytest.mark.slow
