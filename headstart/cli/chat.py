@@ -235,12 +235,13 @@ def _image(session: ChatSession, rest: str) -> None:
     path = _path(rest, "/image", "cat.jpg")
     if not session.reads_images:
         raise UsageError("this model reads text only", "take a model with a vision tower")
-    from headstart.text.images import read_image
+    from headstart.text.images import read_image_file
 
-    width, height = read_image(path).size
-    data = base64.b64encode(path.read_bytes()).decode()
-    session.images.append({"type": "image_url", "image_url": {"url": f"data:;base64,{data}"}})
-    _say(f"{path}: {width} x {height} pixels, for your next message")
+    data, image = read_image_file(path)
+    session.images.append(
+        {"type": "image_url", "image_url": {"url": f"data:;base64,{base64.b64encode(data).decode()}"}}
+    )
+    _say(f"{path}: {image.size[0]} x {image.size[1]} pixels, for your next message")
 
 
 def _help(session: ChatSession, rest: str) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -93,21 +94,25 @@ def read_image(source: Any) -> Image:
     if isinstance(source, bytes | bytearray):
         return decode_image(bytes(source))
     if isinstance(source, str | os.PathLike):
-        path = user_path(source)
-        try:
-            data = read_regular(path)
-        except OSError as error:
-            raise ImageError(f"cannot read {path}: {error.strerror}", "is the path right?") from None
-        try:
-            return decode_image(data)
-        except ImageError as error:
-            raise ImageError(f"{path}: {error.message}", error.hint) from None
+        return read_image_file(user_path(source))[1]
     if hasattr(source, "getchannel"):
         try:
             return Image.of(np.asarray(to_rgb(source)))
         except (ValueError, OSError) as error:
             raise ImageError(f"the image cannot be read: {error}") from None
     raise ImageError(f"an image is {type(source).__name__}", "give a path, bytes, a Pillow image or an Image")
+
+
+def read_image_file(path: Path) -> tuple[bytes, Image]:
+    """The bytes of an image file, and the image. Raises ImageError, as `decode_image`, and for an unreadable file."""
+    try:
+        data = read_regular(path)
+    except OSError as error:
+        raise ImageError(f"cannot read {path}: {error.strerror}", "is the path right?") from None
+    try:
+        return data, decode_image(data)
+    except ImageError as error:
+        raise ImageError(f"{path}: {error.message}", error.hint) from None
 
 
 class _Decoder(ChildQueue):
