@@ -72,7 +72,7 @@ def test_a_fault_is_named(changes: dict[str, Any], names: list[str]) -> None:
 
 def test_refusals_are_answers_that_differ() -> None:
     """A server answers some requests, and the others with status 500."""
-    refusal = {"texts": ("answers 500: x",) * 2, "company": "answers 500: x", "tokens": 0, "accepted": 0.0}
+    refusal = {"texts": ("answers 500: x",) * 2, "company": "answers 500: x", "tokens": None, "refused": True}
     old, new = record(1), record(2)
     new = replace(new, answers={key: replace(each, **refusal) if each.kind == "tools" else each
                                 for key, each in new.answers.items()})  # fmt: skip

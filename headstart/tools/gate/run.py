@@ -70,9 +70,10 @@ class GateAnswer:
     sampled: bool
     texts: tuple[str, str]  # asked twice, alone; of a refusal, its status and message
     company: str  # asked among CONCURRENCY requests
-    tokens: int | None  # of the first answer; 0: it was refused; None: the server does not tell
+    tokens: int | None  # of the first answer; None: the server does not report the value
     seconds: float  # of the first answer
-    accepted: float | None = None  # accepted drafted tokens; None: the server does not tell
+    accepted: float | None = None  # accepted drafted tokens; None: the server does not report the value
+    refused: bool = False  # one of the answers alone was refused
 
     @property
     def is_repeated(self) -> bool:
@@ -219,7 +220,7 @@ COUNTED: dict[str, Callable[[GateAnswer], bool]] = {
 def _acceptance(kind: str, pairs: Seq[tuple[GateAnswer, GateAnswer]], floor: float) -> GateCheck:
     """Compares tokens per pass over the prompts of a kind that both sides answered."""
     name = f"tokens per pass, {kind}"
-    pairs = [pair for pair in pairs if all(each.tokens != 0 for each in pair)]
+    pairs = [pair for pair in pairs if not any(each.refused for each in pair)]
     if not pairs:
         return GateCheck(name, None, "-", "-", "one side refused each of these requests")
     if any(each.tokens is None or each.accepted is None for pair in pairs for each in pair):
@@ -345,7 +346,7 @@ class GateSide:
         answers = {
             f"{prompt.case.sampled:d} {prompt.text}": GateAnswer(
                 prompt.kind, prompt.case.sampled, (one.text, other.text), among.text, one.tokens, one.seconds,
-                (other if self.deep else one).accepted,
+                (other if self.deep else one).accepted, one.refused or other.refused,
             )
             for prompt, (one, other), among in zip(
                 [self.prompts[number] for number in self.alone], self.alone.values(), company, strict=True
@@ -360,7 +361,7 @@ class GateSide:
         try:
             return await self.client.ask(prompt.case, prompt.text, number, counted=counted, **fields)
         except EndpointRefused as refused:  # for example with status 500 where it cannot parse its own answer
-            return ProbeResponse(str(refused), tokens=0, accepted=0.0)
+            return ProbeResponse(str(refused), refused=True)
 
 
 @contextmanager

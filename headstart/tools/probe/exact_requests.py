@@ -96,6 +96,7 @@ class ProbeResponse:
     accepted: float | None = None  # drafted tokens
     tokens: int | None = None
     seconds: float = 0.0  # from the request to the end of the answer
+    refused: bool = False  # `text` is the status and the message of a refusal
 
 
 @dataclass
