@@ -13,7 +13,7 @@ from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.engine.load import Model, load_model
 from headstart.errors import UsageError
-from headstart.formats.adapter import AdapterFile, read_adapter
+from headstart.formats.adapter import AdapterFile
 from headstart.heads.base import HeadSpec
 from headstart.heads.kind import new_head_spec
 from headstart.kernels.backend import ORACLE, select_backend
@@ -89,8 +89,7 @@ def load_frozen_model(options: TrainOptions) -> FrozenModel:
     frozen_model = make_frozen_model(model, engine_config, options.kind, options.steps, options.modules)
     native = EngineConfig(threads=options.threads, device=options.device, drafter="none", seed=0)
     if select_backend(native).name != ORACLE:
-        lora = read_adapter(options.lora) if options.lora else None
-        return replace(frozen_model, native_model=load_model(options.model, native), lora=lora)
+        return replace(frozen_model, native_model=load_model(options.model, native), lora=options.adapter)
     if options.lora is not None:
         raise UsageError("--lora needs the native backend, which does not run here", "use another machine")
     return frozen_model

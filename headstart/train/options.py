@@ -4,13 +4,14 @@ import math
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 from headstart.config import MAX_DEPTH, Device, flag_of
 from headstart.errors import ModelError, UsageError
 from headstart.files import user_path
 from headstart.formats import find_checkpoint
-from headstart.formats.adapter import names_of, read_adapter
+from headstart.formats.adapter import AdapterFile, names_of, read_adapter
 from headstart.formats.base import Checkpoint
 from headstart.heads.base import HeadSpec
 from headstart.heads.files import read_head
@@ -73,6 +74,11 @@ class TrainOptions:
         """Folder of the text that the model writes if no text is given."""
         return self.work / "text"
 
+    @cached_property
+    def adapter(self) -> AdapterFile | None:
+        """The adapter of `lora`, read at first use. Raises ModelError."""
+        return read_adapter(self.lora) if self.lora else None
+
     @property
     def adapters(self) -> tuple[str, ...] | None:
         """EngineConfig.lora of an engine with the adapter."""
@@ -127,8 +133,8 @@ def _check_model(options: TrainOptions) -> None:
     family = find_family(checkpoint)
     config = read_config(checkpoint, family)
     spec = new_head_spec(options.kind, config, options.steps, options.modules)
-    if options.lora:
-        _check_adapter(options.lora, checkpoint, family, config)
+    if options.adapter:
+        _check_adapter(options.adapter, checkpoint, family, config)
     if options.finetune:
         native = family.head_of(replace(config, num_mtp=usable_heads(checkpoint).num_modules or 0))
         if native and not options.head:
@@ -154,12 +160,12 @@ LM_HEADS = ("lm_head.weight", "embed_tokens.weight")
 """Ends of the names of LM heads; the second: of one that is tied to the embedding."""
 
 
-def _check_adapter(path: Path, checkpoint: Checkpoint, family: Family, config: DecoderConfig) -> None:
+def _check_adapter(adapter: AdapterFile, checkpoint: Checkpoint, family: Family, config: DecoderConfig) -> None:
     """Raises ModelError for an adapter that does not fit the model, or that changes its LM head: heads learn from
     distributions that are computed with the model's own LM head."""
-    factors = fit_adapter(read_adapter(path), checkpoint, family, config)
+    factors = fit_adapter(adapter, checkpoint, family, config)
     if left := {each.name for each in factors if each and each.name.endswith(LM_HEADS)}:
-        raise ModelError(f"{path}: train does not support LoRA of {names_of(left)}", REMEDY)
+        raise ModelError(f"{adapter.path}: train does not support LoRA of {names_of(left)}", REMEDY)
 
 
 def training_of(kind: str) -> Training:
