@@ -291,7 +291,7 @@ def guide_lines_page() -> str:
 def serve_outcome(text: str) -> str:
     """What `headstart serve` does with the arguments of each engine command of a text: `runs`, or its error and hint.
     Shell variables count as 1."""
-    from headstart.cli.foreign_flags import option_hint
+    from headstart.cli.option_hints import option_hint
     from headstart.cli.parser import ParseError
     from headstart.cli.serve import run as serve
     from headstart.errors import UsageError

@@ -135,8 +135,9 @@ def _run_command(name: str, command: Command, words: list[str], root: CommandGro
             places[_spelling(options[key], setting.value)] = setting.place
         arguments = command.read(given, found)
     except ParseError as error:
-        hint = foreign_flags.option_hint(error, name, command, words)
-        raise UsageError(error.message, hint) from None
+        from headstart.cli.option_hints import option_hint  # it imports the tables of other engines
+
+        raise UsageError(error.message, option_hint(error, name, command, words)) from None
     return int(command.run(**arguments) or 0)
 
 
