@@ -9,30 +9,33 @@ proposes each token of the plain text with the probability of the rate, else ano
 `--draft-share` of a plain pass, as a module of one layer would. All variants run in one process, in alternating
 turns; texts must be those of plain decoding.
 
-`--passes`: milliseconds and distinct experts of passes by rows, as a multiple of those of one row. `--share 1,0.5`:
-shares of the weights that stay in memory; the rest is dropped at random and read from the disk again.
+`--passes`: milliseconds and distinct experts of passes by rows, as a multiple of those of one row.
+
+`--share 1,0.5`: shares of the weights that stay in memory, by the limit of a memory cgroup (needs root). The kernel
+drops the rest, and it is read from the disk again. With `--llama-bin LLAMA/build/bin` llama-bench runs on the same
+file, mapped, under a limit of its own.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import hashlib
-import mmap
+import json
 import os
 import resource
+import subprocess
 import sys
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 from measure.machine import load_now, machine_alone, others, verdict
+from measure.memory_group import UNLIMITED, MemoryGroup, anonymous_bytes, drop_page_cache
 from measure.random_experts import SHAPES, write_random_experts
 
 from headstart.api import LLM
@@ -45,7 +48,6 @@ from headstart.kernels.backends import native
 
 PLAIN = "plain"
 LEARN = 4  # turns in which `auto` learns acceptance and prices
-PART = 1 << 18
 
 
 class SyntheticDrafter(Drafter):
@@ -211,49 +213,55 @@ def compare(bench: Bench, name: str) -> None:
     print(verdict(others([load_now().others_since(before)])))
 
 
-class Bound(threading.Thread):
-    """Keeps at most a share of the packed weights in memory, where no cgroup can: drops random parts of PART bytes."""
-
-    def __init__(self, weights: np.ndarray, path: Path, share: float) -> None:
-        super().__init__(daemon=True)
-        self.begin, self.size, self.share = weights.ctypes.data, weights.size // PART * PART, share
-        self.file, self.libc, self.rng = path.open("rb"), ctypes.CDLL(None), np.random.default_rng(0)
-        self.stopped = threading.Event()
-        weights[: self.size : 4096].sum()  # all pages once
-
-    def resident(self) -> np.ndarray:
-        pages = np.zeros(self.size // 4096, np.uint8)
-        self.libc.mincore(ctypes.c_void_p(self.begin), ctypes.c_size_t(self.size), ctypes.c_void_p(pages.ctypes.data))
-        return (pages & 1).reshape(-1, PART // 4096).mean(1)
-
-    def drop(self) -> None:
-        parts = self.resident()
-        excess = int(parts.sum() - self.share * len(parts))
-        present = np.flatnonzero(parts > 0.5)
-        for part in self.rng.permutation(present)[: max(excess, 0)]:
-            at = int(part) * PART
-            self.libc.madvise(ctypes.c_void_p(self.begin + at), ctypes.c_size_t(PART), mmap.MADV_DONTNEED)
-            os.posix_fadvise(self.file.fileno(), at, PART, os.POSIX_FADV_DONTNEED)
-
-    def run(self) -> None:
-        while not self.stopped.wait(0.03):
-            self.drop()
-
-
-@contextmanager
-def bound(bench: Bench, share: float) -> Iterator[None]:
+def weights_in_memory(bench: Bench, group: MemoryGroup, share: float) -> None:
+    """Limit this process to its own memory and a share of the packed weights."""
     mapped = bench.llm.model.backend._cache._mapped
-    if share == 1 or mapped is None:
-        yield
-        return
-    thread = Bound(mapped.data, mapped.path, share)
-    thread.drop()
-    thread.start()
+    assert mapped is not None, "the weights are mapped"
+    group.limit(anonymous_bytes(os.getpid()) + int(share * mapped.data.nbytes))
+
+
+def llama_bench(args: argparse.Namespace, path: Path, share: float | None = None, own: int = 0) -> tuple[str, int]:
+    """llama-bench on the mapped file: tokens/s of one token at a time, and the most memory of its own in bytes.
+
+    share: of the file that stays in memory, beside `own` bytes; None without a limit.
+    """
+    command = [args.llama_bin / "llama-bench", "-m", path, "-p", "0", "-n", str(args.tokens), "-r", str(args.rounds)]
+    command += ["-t", str(args.threads or os.cpu_count()), "-mmp", "1", "-o", "json"]
+    group = MemoryGroup("headstart-llama")
+    group.limit(UNLIMITED if share is None else own + int(share * path.stat().st_size))
+    drop_page_cache()
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        preexec_fn=lambda: group.add(os.getpid()),
+    )  # fmt: skip
+    while process.poll() is None:
+        with suppress(OSError, IndexError):
+            own = max(own, anonymous_bytes(process.pid))
+        time.sleep(0.1)
+    assert process.stdout is not None
+    found = json.loads(process.stdout.read())[0]
+    return f"{found['avg_ts']:.1f} (sd {found['stddev_ts']:.1f})", own
+
+
+def by_memory(args: argparse.Namespace, path: Path, name: str) -> None:
+    """Plain decoding, drafts and llama.cpp at each share of the weights in memory."""
+    group = MemoryGroup("headstart-bench")
+    group.limit()
+    native.MAX_WEIGHTS = 0.0  # as if the weights exceeded the memory
+    drop_page_cache()
+    group.add(os.getpid())
     try:
-        yield
+        bench = Bench(path, args)
+        own = llama_bench(args, path)[1] if args.llama_bin else 0
+        for share in args.share:
+            weights_in_memory(bench, group, share)
+            compare(bench, f"{name}, {share:.0%} of the weights in memory")
+            if args.llama_bin:
+                speed, _ = llama_bench(args, path, share, own)
+                print(f"llama.cpp, {share:.0%} of its file in memory: {speed} tokens/s")
     finally:
-        thread.stopped.set()
-        thread.join()
+        group.limit()
+        group.leave()
 
 
 def main() -> int:
@@ -269,6 +277,7 @@ def main() -> int:
     parser.add_argument("--draft-share", type=float, default=0.03)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--share", type=lambda text: [float(each) for each in text.split(",")], default=[])
+    parser.add_argument("--llama-bin", type=Path, help="llama.cpp's programs: llama-bench beside, with --share")
     parser.add_argument("--no-read-ahead", action="store_true")
     parser.add_argument("--kinds", action="store_true", help="every second text is greedy: it repeats itself")
     parser.add_argument("--passes", action="store_true", help="only the seconds and experts of passes")
@@ -279,14 +288,13 @@ def main() -> int:
         if not path.exists():
             write_random_experts(path, SHAPES[name])
         if args.share:
-            native.MAX_WEIGHTS = 0.0  # as if the weights exceeded the memory
+            by_memory(args, path, name)
+            continue
         bench = Bench(path, args)
         if args.passes:
             passes(bench, [0, *args.depths, 7])
         else:
-            for share in args.share or [1.0]:
-                with bound(bench, share):
-                    compare(bench, f"{name}, {share:.0%} of the weights in memory")
+            compare(bench, name)
         del bench
     return 0
 
