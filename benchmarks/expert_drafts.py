@@ -223,8 +223,8 @@ def weights_in_memory(bench: Bench, group: MemoryGroup, share: float) -> None:
 def llama_bench(args: argparse.Namespace, path: Path, share: float | None = None, own: int = 0) -> tuple[str, int]:
     """llama-bench on the mapped file: tokens/s of one token at a time, and the most memory of its own in bytes.
 
-    share: of the file that stays in memory, beside `own` bytes; None without a limit. Weights are not repacked: the copy
-    would be memory of its own.
+    share: of the file that stays in memory, beside `own` bytes; None without a limit. Weights are not repacked: the
+    copy would be memory of its own.
     """
     command = [args.llama_bin / "llama-bench", "-m", path, "-p", "0", "-n", str(args.tokens), "-r", str(args.rounds)]
     command += ["-t", str(args.threads or os.cpu_count()), "-lm", "mmap", "--repack", "0", "-o", "json"]
