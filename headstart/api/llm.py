@@ -183,13 +183,7 @@ class LLM:
         fit the model, UsageError for a name in use."""
         self._check_open()
         engine, fitted = self.engine, self.engine.adapters.fit(Path(path))
-
-        def add() -> None:
-            if replace and name in engine.adapters.loaded:
-                engine.adapters.remove(name, engine.adapter_slots_in_use)
-            engine.adapters.add(name, fitted, engine.adapter_slots_in_use)
-
-        self.shared.call(add)
+        self.shared.call(lambda: engine.adapters.add(name, fitted, engine.adapter_slots_in_use, replace=replace))
 
     def unload_adapter(self, name: str) -> None:
         """Unload a LoRA adapter. Running requests still use it. Raises UsageError for an unknown name."""

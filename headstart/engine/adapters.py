@@ -72,14 +72,14 @@ class Adapters:
         trunk = self._runner.trunk
         return fit_to_program(read_adapter(path), self._model, trunk.network.programs(trunk.pools)[FORWARD].code)
 
-    def add(self, name: str, fitted: FittedAdapter, in_use: Iterable[int]) -> Adapter:
-        """Makes an adapter available. in_use: slots of running requests. Raises UsageError for an empty name, and for a
-        name in use."""
+    def add(self, name: str, fitted: FittedAdapter, in_use: Iterable[int], *, replace: bool = False) -> Adapter:
+        """Makes an adapter available. in_use: slots of running requests. replace: it may take the name of a loaded
+        adapter. Raises UsageError for an empty name, and for a name in use."""
         if not isinstance(name, str) or not name.strip():
             raise UsageError(f"the adapter's name is {name!r}", "give a text")
-        if name in self.loaded:
+        if name in self.loaded and not replace:
             raise UsageError(f"an adapter named {name!r} is loaded already", "unload it first, or choose another name")
-        self._drop_unused(in_use)
+        self._drop_unused(name, in_use)
         slot = next(slot for slot in range(len(self._held) + 1) if slot not in self._held)
         self._held[slot] = fitted
         self._install()
@@ -92,11 +92,12 @@ class Adapters:
         name."""
         self.find(name)
         self.loaded = {other: adapter for other, adapter in self.loaded.items() if other != name}
-        self._drop_unused(in_use)
+        self._drop_unused(name, in_use)
         self._install()
 
-    def _drop_unused(self, in_use: Iterable[int]) -> None:
-        kept = {adapter.slot for adapter in self.loaded.values()} | set(in_use)
+    def _drop_unused(self, name: str, in_use: Iterable[int]) -> None:
+        """Drops the adapters that neither running requests nor loaded names but `name` use."""
+        kept = {adapter.slot for other, adapter in self.loaded.items() if other != name} | set(in_use)
         self._held = {slot: fitted for slot, fitted in self._held.items() if slot in kept}
 
     def _install(self) -> None:
