@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from itertools import takewhile
 
+from headstart import registry
 from headstart.cli.foreign_flags import EXTRA_ARGUMENT, MIN_SIMILARITY, MODEL, NOT_NEEDED, counterparts
 from headstart.cli.parser import Command, ParseError
 from headstart.cli.vllm_flags import FLAGS, hint_of, vllm_name
@@ -14,7 +15,6 @@ from headstart.config import MAX_DEPTH
 from headstart.errors import UsageError
 from headstart.tools.launch.arguments import FLAG, SWITCHES, ArgumentTable, argument_table
 
-ENGINES = ("llamacpp", "sglang", "vllm", "trtllm", "xllm")
 VALUES: Mapping[str, tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...]] = {
     "--drafter": ((r"(?i)(?:.*,)?ngram.*", "ngram"), (r".*", "")),  # the head decides: auto
     "--max-model-len": ((r"0", ""),),
@@ -57,7 +57,7 @@ def _translated(words: Sequence[str], name: str, command: Command) -> str:
     """A hint: another engine's command line in the options of this command, with the flags that are left out; empty
     unless at least two flags are another engine's."""
     flags = {_spelled(word.partition("=")[0]) for word in words if FLAG.match(word)}
-    tables = [table for engine in ENGINES if (table := argument_table(engine))]
+    tables = [table for engine in registry.available("launchers") if (table := argument_table(engine))]
     table = max(tables, key=lambda each: sum(bool(each.find(flag)) for flag in flags))
     if sum(bool(table.find(flag) or counterparts(flag, command)) for flag in flags - command.flags.keys()) < 2:
         return ""

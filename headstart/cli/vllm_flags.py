@@ -21,8 +21,12 @@ ENGINE_VALUES = {
     "--allowed-media-domains",
 }  # fmt: skip
 """Options whose values are vLLM's if --engine names another engine."""
-VLLM_DEFAULTS = {"--quantization": "none", "--kv-cache-dtype": "auto", "--dtype": "auto", "--max-model-len": "auto"}
-"""Option -> vLLM's value that means the same as leaving the option out."""
+VLLM_DEFAULTS: Mapping[str, tuple[str, ...]] = {
+    "--quantization": ("none",), "--kv-cache-dtype": ("auto",), "--dtype": ("auto",), "--max-model-len": ("auto", "-1"),
+}  # fmt: skip
+"""Option -> vLLM's values that mean the same as leaving the option out."""
+VLLM_VALUES: Mapping[str, tuple[str, ...]] = {"--dtype": ("half", "float16")}
+"""Option -> vLLM's values that are refused with HINTS."""
 SIZED = ("--max-model-len", "--max-num-batched-tokens")
 SIZES = {"k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
 SPECULATIVE = "--speculative-config"
@@ -225,9 +229,9 @@ class _Rewriter:
         if value is None:
             self.words.append(flag)
             return
-        if value.lower() == VLLM_DEFAULTS.get(flag) or (flag == "--max-model-len" and value == "-1"):
+        if value.lower() in VLLM_DEFAULTS.get(flag, ()):
             return
-        if flag == "--dtype" and value in ("half", "float16"):
+        if value in VLLM_VALUES.get(flag, ()):
             self.words += [OTHER, f"{flag}={value}"]
             return
         if flag in SIZED:
