@@ -42,7 +42,7 @@ class LevelOptions(OptionGroup):
 
     temperatures: tuple[float, ...] = _levels("Temperatures", "0,0.7,1.0")
     depths: tuple[Any, ...] = _levels("Depths", "0,1,3,5,auto", parse=_depth)
-    drafters: tuple[str, ...] = _levels("Drafters", "mtp,ngram,mixed and other shipped heads")
+    drafters: tuple[str, ...] = _levels("Drafters", "all heads of the model, ngram, mixed")
     batch_sizes: tuple[int, ...] = _levels("Prompts at the same time", "1,8")
     chunk_sizes: tuple[int, ...] = _levels("Rows per pass", "32,512")
     prefix_caching: tuple[bool, ...] = _levels("Prefix cache", "on,off", "--prefix-cache", parse=SWITCH)

@@ -27,6 +27,14 @@ def measure_acceptance(llm: "LLM", max_tokens: int, finished: Callable[[], None]
     return stats
 
 
+def first_different_tokens(one: Sequence[int], other: Sequence[int]) -> tuple[int, int, int] | None:
+    """Returns (position, token of `one`, token of `other`) at the first difference, with tokens -1 if one of the texts
+    ends there; None for equal texts."""
+    if (at := first_difference(one, other)) is None:
+        return None
+    return (at, one[at], other[at]) if at < min(len(one), len(other)) else (at, -1, -1)
+
+
 def first_difference(one: Sequence[Any], other: Sequence[Any]) -> int | None:
     """Returns the first index at which two sequences differ or one of them ends; None if they are equal."""
     place = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

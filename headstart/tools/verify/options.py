@@ -3,17 +3,15 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, combinations, cycle, islice, product
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from headstart.config import AUTO, Depth, EngineConfig
+from headstart.engine.load import Model
 from headstart.errors import UsageError
 from headstart.models.shipped_heads import shipped_heads
 from headstart.tools.prompts import builtin_prompts
-
-if TYPE_CHECKING:
-    from headstart.engine.load import Model
 
 Prompt = str | list[int]
 TRANSFORMERS = "transformers"
@@ -55,7 +53,7 @@ class VerifyOptions:
         if wrong := [seed for seed in self.seeds if not 0 <= seed <= MAX_SEED]:
             raise UsageError(f"--seeds has {wrong[0]}, but a seed is between 0 and {MAX_SEED}")
 
-    def long_contexts(self, model: "Model") -> "VerifyOptions | None":
+    def long_contexts(self, model: Model) -> "VerifyOptions | None":
         """Returns options of a few cells whose prompts have `long_lengths` tokens, two in a pass: where rows are few,
         contexts above 512 tokens are split between threads. None: the model's context holds no such prompt."""
         context = min(model.config.max_length, self.config.max_model_len or model.config.max_length)
@@ -93,7 +91,7 @@ def prompt_seed(seed: int, index: int) -> int:
     return seed * 1_000_003 + index
 
 
-def default_drafters(model: "Model", config: EngineConfig) -> tuple[str, ...]:
+def default_drafters(model: Model, config: EngineConfig) -> tuple[str, ...]:
     """Returns the drafters to verify: the model's head, lookup, both together, and unless `config` names a head the
     other heads in this package. Without a head: lookup."""
     if model.head is None:

@@ -14,7 +14,7 @@ from headstart.core import GREEDY_BELOW, Progress, Report, SamplingParams
 from headstart.errors import UsageError
 from headstart.kernels import philox
 from headstart.kernels.backend import ORACLE
-from headstart.tools.prompts import first_difference
+from headstart.tools.prompts import first_different_tokens
 from headstart.tools.verify.options import VerifyOptions
 
 TIE = 1e-3  # scores closer than this are a tie, whose order may depend on float32 rounding
@@ -70,12 +70,10 @@ def compare_transformers(options: VerifyOptions, progress: Progress) -> Report:
     for index, completion in enumerate(completions):
         prompt, ours = completion.prompt_token_ids, completion.token_ids
         theirs = reference.greedy(prompt, options.max_tokens)
-        if (at := first_difference(ours, theirs)) is not None:
-            pair, margin, tie = (-1, -1), 0.0, False  # one text ends there
-            if at < min(len(ours), len(theirs)):
-                pair = (ours[at], theirs[at])
-                margin, tie = referee.margin([*prompt, *ours[:at]], *pair, params)
-            found.append({"prompt": index, "num_tokens": len(ours), "position": at, "ours": pair[0], "theirs": pair[1],
+        if tokens := first_different_tokens(ours, theirs):
+            at, one, other = tokens
+            margin, tie = (0.0, False) if one < 0 else referee.margin([*prompt, *ours[:at]], one, other, params)
+            found.append({"prompt": index, "num_tokens": len(ours), "position": at, "ours": one, "theirs": other,
                           "margin": margin, "tie": tie})  # fmt: skip
         progress(index + 1, len(completions), "transformers")
     return _report(llm, len(completions), sum(len(each.token_ids) for each in completions), found)

@@ -18,7 +18,7 @@ from headstart.engine.build import build_engine
 from headstart.engine.load import DRAFT_MODEL, Model, load_model, other_heads
 from headstart.errors import UsageError
 from headstart.kernels.backend import backend_kind, select_backend
-from headstart.tools.prompts import first_difference
+from headstart.tools.prompts import first_different_tokens
 from headstart.tools.verify import transcript
 from headstart.tools.verify.options import (
     DEPTHS,
@@ -184,10 +184,9 @@ class VerificationRun:
         if cell["cache"]:  # fills the prefix cache, so that the compared run starts from cached blocks
             llm.generate(self.prompts, SamplingParams(max_tokens=1), raw=self.options.raw, lora=self._loras)
         decoded, differences = self._decode(llm, cell, text), []
-        for index, ((_, plain), (_, other)) in enumerate(zip(expected, decoded, strict=True)):
-            if (at := first_difference(plain, other)) is not None:
-                tokens = (plain[at], other[at]) if at < min(len(plain), len(other)) else (-1, -1)
-                differences.append(TokenDifference(cell, self._first + index, at, *tokens))
+        for index, ((_, plain), (_, other)) in enumerate(zip(expected, decoded, strict=True), self._first):
+            if tokens := first_different_tokens(plain, other):
+                differences.append(TokenDifference(cell, index, *tokens))
         acceptance_length, preemptions = llm.engine.stats.acceptance_length, llm.engine.scheduler.num_preemptions
         num_tokens = sum(len(each.answer) for each in decoded)
         return CellResult(cell, len(expected), num_tokens, acceptance_length, preemptions, differences)
@@ -278,15 +277,8 @@ def summarize(backend: str, options: VerifyOptions, runs: Sequence[VerificationR
     }  # fmt: skip
     seeds = ", ".join(map(str, options.seeds))
     arithmetic = f", {options.config.dtype}" if backend_kind(backend).uses_dtype else ""
-    cells = []
-    for each in results:
-        same, preempted = each.num_prompts - len(each.differences), f", {each.preemptions} preemptions"
-        line = (
-            f"{_name(each.cell)}: identical {same}/{each.num_prompts}, acceptance length {each.acceptance_length:.2f}"
-        )
-        cells.append(line + (preempted if each.preemptions else ""))
     lines = [
-        *cells,
+        *map(_cell_line, results),
         *(_difference_line(each) for each in differences),
         f"seeds {seeds} (grid {GRID_SEED}); {_preempted(results)}",
         f"identical {pairs - len(differences)}/{pairs} texts over {len(results)} cells, {tokens} tokens compared; "
@@ -295,6 +287,12 @@ def summarize(backend: str, options: VerifyOptions, runs: Sequence[VerificationR
         "sampling parameters and seed" + (", up to numeric ties" if excusable else ""),
     ]
     return Report(ok=not wrong, data=data, lines=lines)
+
+
+def _cell_line(each: CellResult) -> str:
+    same = f"{each.num_prompts - len(each.differences)}/{each.num_prompts}"
+    preempted = f", {each.preemptions} preemptions" if each.preemptions else ""
+    return f"{_name(each.cell)}: identical {same}, acceptance length {each.acceptance_length:.2f}{preempted}"
 
 
 def _preempted(results: list[CellResult]) -> str:

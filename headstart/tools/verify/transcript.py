@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -15,8 +15,8 @@ from headstart.core import Progress, Report, SamplingParams, no_progress
 from headstart.errors import UsageError
 from headstart.files import read_regular, write_atomic
 from headstart.layers.weights import weights_fingerprint
-from headstart.tools.prompts import first_difference
-from headstart.tools.verify.options import VerifyOptions, prompt_seed
+from headstart.tools.prompts import first_different_tokens
+from headstart.tools.verify.options import Prompt, VerifyOptions, prompt_seed
 from headstart.version import __version__
 
 MAX_BYTES = 1 << 30
@@ -63,21 +63,19 @@ def write(options: VerifyOptions, path: Path, progress: Progress = no_progress) 
     """Decodes every prompt at every temperature and seed, and writes the transcript. Prompts take the model as it is
     and its adapters in turn."""
     llm = LLM(options.model, options.config)
-    prompts, loras = options.texts, options.loras
-    chosen = [
-        (index, SamplingParams(temperature=t, seed=prompt_seed(seed, index), max_tokens=options.max_tokens))
-        for t, seed, index in product(options.temperatures, options.seeds, range(len(prompts)))
+    prompts = [
+        _Prompt(prompt, SamplingParams(temperature=t, seed=prompt_seed(seed, i), max_tokens=options.max_tokens), lora)
+        for t, seed in product(options.temperatures, options.seeds)
+        for i, (prompt, lora) in enumerate(zip(options.texts, options.loras, strict=True))
     ]
-    params = [each for _, each in chosen]
-    run = _Run([prompts[i] for i, _ in chosen], params, [loras[i] for i, _ in chosen], options.raw)
-    texts = list(_decoded(llm, run, progress))
-    made = Transcript(**_described(llm), texts=texts)
+    texts, described = list(_decoded(llm, prompts, options.raw, progress)), _described(llm)
+    made = Transcript(**described, texts=texts)
     try:
         write_atomic(path, (made.model_dump_json(exclude_defaults=True) + "\n").encode())
     except OSError as error:
         raise UsageError(f"--transcript: cannot write {path}: {error.strerror}") from None
     tokens = sum(len(each.token_ids) for each in texts)
-    data = {"ok": True, "transcript": str(path), "texts": len(texts), "tokens": tokens, **_described(llm)}
+    data = {"ok": True, "transcript": str(path), "texts": len(texts), "tokens": tokens, **described}
     return Report(ok=True, data=data, lines=[f"{path}: {len(texts)} texts, {tokens} tokens by {made.arithmetic}"])
 
 
@@ -91,21 +89,21 @@ def compare(options: VerifyOptions, path: Path, progress: Progress = no_progress
         made_of = f"{theirs.model} ({theirs.weights}, {theirs.options})"
         what = f"--against: {path} is of {made_of}, but this is {ours['model']} ({ours['weights']}, {ours['options']})"
         raise UsageError(what, "name the same model, --quantization and --kv-cache-dtype")
-    params = [
-        SamplingParams(temperature=each.temperature, seed=each.seed, max_tokens=each.max_tokens)
-        for each in theirs.texts
-    ]
     names = {"": ""} | {adapter.digest: name for name, adapter in llm.engine.adapters.loaded.items()}
     if missing := {each.adapter for each in theirs.texts} - names.keys():
         what = f"--against: {path} has texts of an adapter with digest {min(missing)}, which is not loaded"
         raise UsageError(what, "name the same adapters: --lora NAME=PATH")
-    prompts, loras = [each.prompt_ids for each in theirs.texts], [names[each.adapter] for each in theirs.texts]
-    found = list(_decoded(llm, _Run(prompts, params, loras, raw=True), progress))
-    differences = []
-    for number, (a, b) in enumerate(zip(theirs.texts, found, strict=True)):
-        if (at := first_difference(a.token_ids, b.token_ids)) is not None:
-            inside = at < min(len(a.token_ids), len(b.token_ids))
-            differences.append(Difference(number, at, *((a.token_ids[at], b.token_ids[at]) if inside else (-1, -1))))
+    prompts = [
+        _Prompt(each.prompt_ids, SamplingParams(temperature=each.temperature, seed=each.seed,
+                                                max_tokens=each.max_tokens), names[each.adapter])
+        for each in theirs.texts
+    ]  # fmt: skip
+    found = list(_decoded(llm, prompts, True, progress))
+    differences = [
+        Difference(number, *found_at)
+        for number, (a, b) in enumerate(zip(theirs.texts, found, strict=True))
+        if (found_at := first_different_tokens(a.token_ids, b.token_ids))
+    ]
     same, tokens = len(found) - len(differences), sum(len(each.token_ids) for each in found)
     data = {
         "ok": not differences, "against": str(path), "identical": same, "texts": len(found), "tokens": tokens,
@@ -139,24 +137,21 @@ def _described(llm: LLM) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Run:
-    """Prompts with their parameters and names of adapters."""
-
-    prompts: Sequence[Any]
-    params: Sequence[SamplingParams]
-    loras: Sequence[str]
-    raw: bool
+class _Prompt(NamedTuple):
+    prompt: Prompt
+    params: SamplingParams
+    lora: str  # name of the adapter; empty: the model as it is
 
 
-def _decoded(llm: LLM, run: _Run, progress: Progress) -> Iterator[Text]:
-    done = iter(range(1, len(run.prompts) + 1))
+def _decoded(llm: LLM, prompts: Sequence[_Prompt], raw: bool, progress: Progress) -> Iterator[Text]:
+    done = iter(range(1, len(prompts) + 1))
 
     def finished(index: int, completion: Any) -> None:
-        progress(next(done), len(run.prompts), "decoding")
+        progress(next(done), len(prompts), "decoding")
 
-    completions = llm.generate(list(run.prompts), run.params, raw=run.raw, lora=run.loras, on_finish=finished)
-    for completion, used, name in zip(completions, run.params, run.loras, strict=True):
+    params, loras = [each.params for each in prompts], [each.lora for each in prompts]
+    completions = llm.generate([each.prompt for each in prompts], params, raw=raw, lora=loras, on_finish=finished)
+    for completion, used, name in zip(completions, params, loras, strict=True):
         yield Text(
             prompt_ids=list(completion.prompt_token_ids), temperature=used.temperature, seed=used.seed or 0,
             max_tokens=used.max_tokens or 0, token_ids=list(completion.token_ids),
