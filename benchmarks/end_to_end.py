@@ -30,6 +30,7 @@ from typing import Any
 
 from engines.llama_engine import convert_to_gguf, gguf_copy
 from engines.process import BENCHMARKS, EngineFailed, ServerProcess
+from engines.vllm_server import vllm_command, vllm_environment
 from engines.vllm_weights import safetensors_copy
 from measure.machine import load_now, machine_alone, others, provenance, verdict
 from measure.prompts import Prompts
@@ -135,17 +136,13 @@ def vllm_peers(args: argparse.Namespace, source: Path) -> list[Peer]:
     trunk = safetensors_copy(source, args.work)
     mimo = args.work / "vllm-mimo"
     export.run(export.ExportOptions(model=None, to="vllm-mimo", out=mimo, force=True))
-    environment = {
-        "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": str(args.threads),
-        "VLLM_CPU_OMP_THREADS_BIND": args.vllm_bind,
-    }  # fmt: skip
-    common = ["--port", "{port}", "--dtype", "bfloat16", "--max-model-len", "4096", "--no-enable-prefix-caching"]
-    common.append("--trust-remote-code")  # the exported configuration class
+    environment = vllm_environment(args.threads, args.vllm_bind)
+    common = ["--dtype", "bfloat16", "--max-model-len", "4096", "--no-enable-prefix-caching"]
+    common += ["--trust-remote-code", "--served-model-name", "m"]  # the former for the exported configuration class
 
     def server(name: str, model: Path, speculative: Mapping[str, Any] | None = None) -> Peer:
         more = ["--speculative-config", json.dumps(speculative)] if speculative else []
-        start = [args.vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--served-model-name", "m"]
-        return Peer(name, [*start, "--model", model, *common, *more], {name: {}}, environment)
+        return Peer(name, [*vllm_command(args.vllm_python, model), *common, *more], {name: {}}, environment)
 
     found, head = [server("vLLM bf16 plain", trunk)], published_eagle3(args)
     for k in VLLM_DEPTHS:

