@@ -55,6 +55,11 @@ def _exists(path: str) -> bool:
         return False
 
 
+def one_adapter(path: Path | None) -> tuple[str, ...] | None:
+    """EngineConfig.lora with the adapter at this path alone, or without one."""
+    return None if path is None else (f"adapter={path}",)
+
+
 def _is_file(path: str) -> bool:
     return _exists(path) and user_path(path).is_file()
 

@@ -126,14 +126,14 @@ def train(flags: TrainFlags, output: OutputOptions) -> int:
 
 def _with_own_text(options: "TrainOptions", *, quiet: bool) -> "TrainOptions":
     """Let the model write the training text of its head; another run adds to it."""
-    from headstart.config import EngineConfig
+    from headstart.config import EngineConfig, one_adapter
     from headstart.train import self_distillation
     from headstart.train.options import check_amount
 
     begun = time.monotonic()
     data_options = self_distillation.DataOptions(
         model=options.model,
-        config=EngineConfig(threads=options.threads, device=options.device, lora=options.adapters),
+        config=EngineConfig(threads=options.threads, device=options.device, lora=one_adapter(options.lora)),
         out=options.own_text,
         minutes=options.minutes and options.minutes * WRITING_SHARE,
         tokens=options.tokens and max(options.tokens, 2 * options.min_text_tokens),  # some answers are of no use

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headstart.api import LLM
-from headstart.config import EngineConfig
+from headstart.config import EngineConfig, one_adapter
 from headstart.engine.load import Model, load_model
 from headstart.errors import UsageError
 from headstart.formats.adapter import AdapterFile
@@ -83,7 +83,7 @@ def load_frozen_model(options: TrainOptions) -> FrozenModel:
         dtype=_fastest_dtype(options.device),
         drafter="none",
         seed=0,
-        lora=options.adapters,
+        lora=one_adapter(options.lora),
     )
     model = load_model(options.model, engine_config)
     frozen_model = make_frozen_model(model, engine_config, options.kind, options.steps, options.modules)

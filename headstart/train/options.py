@@ -80,11 +80,6 @@ class TrainOptions:
         return read_adapter(self.lora) if self.lora else None
 
     @property
-    def adapters(self) -> tuple[str, ...] | None:
-        """EngineConfig.lora of an engine with the adapter."""
-        return (f"adapter={self.lora}",) if self.lora else None
-
-    @property
     def model_name(self) -> str:
         """The model for the record: the last part of a path, else as it is."""
         return Path(self.model).name if user_path(self.model).exists() else self.model

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from headstart.config import Device, EngineConfig
+from headstart.config import Device, EngineConfig, one_adapter
 from headstart.core import Report
 from headstart.errors import CapacityError, ModelError
 from headstart.files import locked_folder
@@ -244,8 +244,9 @@ class _TrainingRun:
         gain = None
         if options.measure_speedup:
             config = EngineConfig(
-                head=str(options.out), depth=options.steps, threads=options.threads, seed=0, lora=options.adapters
-            )
+                head=str(options.out), depth=options.steps, threads=options.threads, seed=0,
+                lora=one_adapter(options.lora),
+            )  # fmt: skip
             gain = measure_speedup(options.model, config, self.data.held_out)
         lines = [
             f"{self.options.out}: {p.tokens:,} tokens in {p.seconds / 60:.1f} minutes, {p.step} steps",

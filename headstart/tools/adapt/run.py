@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart import hub
-from headstart.config import EngineConfig
+from headstart.config import EngineConfig, one_adapter
 from headstart.core import Report, SamplingParams
 from headstart.engine.load import NATIVE_HEAD, Model, load_model
 from headstart.errors import CapacityError, UsageError
@@ -62,7 +62,7 @@ class AdaptOptions:
     @property
     def config(self) -> EngineConfig:
         """Options of the engines that measure and write text."""
-        return EngineConfig(threads=self.threads, seed=0, lora=None if self.lora is None else (f"adapter={self.lora}",))
+        return EngineConfig(threads=self.threads, seed=0, lora=one_adapter(self.lora))
 
 
 def run(options: AdaptOptions) -> Report:
