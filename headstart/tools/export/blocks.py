@@ -50,7 +50,7 @@ def block_plan(source: ExportSource, write: Write, use: str) -> Plan:
 def _tensors(source: ExportSource, block: BlockSpec) -> dict[str, Any]:
     """Returns `head_tensors`, and the trunk's whole embedding if the mask token has its own vector, which is put into
     the mask's row."""
-    tensors: dict[str, Any] = source.head_tensors
+    tensors: dict[str, Any] = {**source.head_tensors}
     if mask := tensors.pop("mask_embedding", None):
         table = tensors.get("embed_tokens.weight", source.tensors["embed_tokens.weight"]).float32().copy()
         table[block.mask_token_id] = mask.float32()

@@ -72,8 +72,8 @@ class ExportSource:
     head: HeadCheckpoint
     head_path: Path
 
-    @property
-    def head_tensors(self) -> dict[str, RawTensor]:
+    @cached_property
+    def head_tensors(self) -> Mapping[str, RawTensor]:
         """The head's tensors, canonical names. A head without an LM head gets the trunk's rows of its draft tokens."""
         tensors, ids = dict(self.head.tensors), self.head.draft_token_ids
         if ids is not None and "lm_head.weight" not in tensors:

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart import hub
 from headstart.errors import ModelError
 from headstart.formats.base import Checkpoint
 from headstart.formats.gguf_file import read
@@ -61,8 +60,7 @@ def plan(request: ExportRequest) -> Plan:
     """Plans the GGUF file of a head. Raises ModelError for a head that llama.cpp has no graph for."""
     if request.has_own_head:
         return _eagle3(request.source("eagle3"))
-    path = hub.resolve(request.model)
-    return _converted(open_directory(request.model)) if path.is_dir() else _copied(path)
+    return _converted(open_directory(request.model)) if request.path.is_dir() else _copied(request.path)
 
 
 def _converted(source: Checkpoint) -> Plan:

@@ -5,7 +5,7 @@ from typing import Any
 
 from headstart.errors import ModelError
 from headstart.formats.json_object import read_object
-from headstart.formats.safetensors import Planned
+from headstart.formats.safetensors import Planned, copied
 from headstart.formats.safetensors_file import read_file
 from headstart.heads.eagle3 import published
 from headstart.heads.published import MARK
@@ -33,8 +33,7 @@ def published_files(source: ExportSource) -> tuple[Mapping[str, Any], list[Plann
     if MARK in document:
         document, named = published(source.head, source.head_tensors)
         return document, planned_tensors(named)
-    files = read_file(source.head_path / "model.safetensors")
-    return document, [Planned(n, t.dtype, t.shape, lambda data=t.data: [data]) for n, t in files.items()]  # type: ignore[misc]
+    return document, [copied(*each) for each in read_file(source.head_path / "model.safetensors").items()]
 
 
 EXPORT = plan
