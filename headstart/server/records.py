@@ -11,6 +11,7 @@ import math
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence as Seq
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -134,20 +135,21 @@ class LoadedRecords:
 def read_records(folder: Path, vocab_size: int, adapter: str = "") -> LoadedRecords:
     """The records of a folder that one LoRA adapter wrote, by its digest; empty: those of the model as it is. Raises
     UsageError if there are none or they cannot be read."""
-    found = LoadedRecords()
+    by_adapter = defaultdict[str, list[TextRecord]](list)
+    found = LoadedRecords(by_adapter[adapter])
     try:
         for path in sorted(folder.glob(FILES)):
             for line in read_regular(path).split(b"\n"):
                 try:
-                    if line and (record := TextRecord.of(line, vocab_size)).adapter == adapter:
-                        found.records.append(record)
+                    if line:
+                        by_adapter[(record := TextRecord.of(line, vocab_size)).adapter].append(record)
                 except (ValueError, RecursionError):
                     found.damaged += 1
     except OSError as error:
         raise UsageError(f"cannot read {error.filename or folder}: {error.strerror}", "are they yours?") from None
     if not found.records:
         lines = f"{found.damaged} damaged lines" if found.damaged else "no text yet"
-        writer = " of this adapter" if adapter else ""
+        writer = " of this adapter" if adapter else " of the model without an adapter" if len(by_adapter) > 1 else ""
         raise UsageError(f"{folder} holds {lines}{writer}", "let headstart serve --record run for a while")
     return found
 

@@ -154,6 +154,10 @@ def test_texts_of_adapters_are_kept_apart(tmp_path: Path) -> None:
         assert (record.adapter, record.response_ids) == (adapter, tokens)
     with pytest.raises(UsageError, match="holds no text yet of this adapter"):
         read_records(tmp_path, support.VOCAB, "other")
+    for path in tmp_path.glob("*.jsonl"):
+        path.write_bytes(path.read_bytes().split(b"\n")[1])
+    with pytest.raises(UsageError, match="holds no text yet of the model without an adapter"):
+        read_records(tmp_path, support.VOCAB)
 
 
 def test_the_oldest_go_first(tmp_path: Path) -> None:
