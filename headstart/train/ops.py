@@ -116,20 +116,19 @@ class TrainOps(ReferenceOps):
     ) -> Tensor:  # fmt: skip
         """q [B, T, H * D] of the pool's latest draft step -> [B, T, H * V]."""
         heads = q.unflatten(-1, (spec.num_heads, spec.head_dim)).transpose(1, 2)
+        is_plain = not (spec.window or spec.chunk or spec.softcap or sinks is not None or chosen is not None)
+        mask = None
         if bias is not None:  # of a trunk, which has one step
             rows = torch.arange(q.shape[1], device=q.device)
             near = biases_of(bias.unflatten(-1, (spec.num_heads, -1)).transpose(1, 2), rows - rows[:, None])
-            out = scaled_dot_product_attention(
-                heads, pool.keys[0], pool.values[0], _mask(q.shape[1], 0, spec, q) + near, scale=spec.scale,
-                enable_gqa=spec.num_heads != spec.num_kv_heads,
-            )  # fmt: skip
-        elif len(pool.keys) > 1 or spec.window or spec.chunk or spec.softcap or sinks is not None or chosen is not None:
+            mask = _mask(q.shape[1], 0, spec, q) + near
+        elif len(pool.keys) > 1 or not is_plain:
             out = _unrolled_attention(heads, pool, spec, sinks, None if chosen is None else chosen.chosen)
-        else:
-            out = scaled_dot_product_attention(
-                heads, pool.keys[0], pool.values[0], is_causal=True, scale=spec.scale,
-                enable_gqa=spec.num_heads != spec.num_kv_heads,
-            )  # fmt: skip
+            return out.transpose(1, 2).flatten(-2)
+        out = scaled_dot_product_attention(
+            heads, pool.keys[0], pool.values[0], mask, is_causal=mask is None, scale=spec.scale,
+            enable_gqa=spec.num_heads != spec.num_kv_heads,
+        )  # fmt: skip
         return out.transpose(1, 2).flatten(-2)
 
     def causal_conv(self, x: Tensor, weight: Tensor, pool: Pool, spec: ConvSpec, bias: Tensor | None = None) -> Tensor:

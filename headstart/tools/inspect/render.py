@@ -85,7 +85,7 @@ def _deep(data: Data) -> Iterator[str]:
     if not deep["ran"]:
         yield f"acceptance not measured: {deep['why']}"
         return
-    state = "dead" if deep["dead"] else "read otherwise than trained" if deep["better"] else "alive"
+    state = "dead" if deep["dead"] else "mismatched" if deep["better"] else "alive"
     yield f"measured over {deep['tokens']} tokens: head is {state}: {deep['acceptance']:.1%} of first drafts accepted"
     for row in deep["depths"]:
         rates = " ".join(f"{rate:.2f}" for rate in row["per_position"])
