@@ -53,8 +53,8 @@ def part(of: Sequence, start: int, end: int) -> Rows:
     return Rows(of, start, of.tokens[start:end], end - start)
 
 
-def in_chunks(device: Device, tokens: list[int], size: int, first_block: int = 0) -> np.ndarray:
-    of = sequence(tokens, first_block)
+def in_chunks(device: Device, tokens: list[int], size: int) -> np.ndarray:
+    of = sequence(tokens, 0)
     ends = range(0, len(tokens), size)
     return np.concatenate([device.run([part(of, at, min(at + size, len(tokens)))]) for at in ends])
 

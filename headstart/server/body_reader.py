@@ -283,12 +283,12 @@ def _check_counts(counts: Mapping[bytes, int]) -> None:
             raise BodyError(f"the body has more than {most} {what}")
 
 
-def check_values(document: Any, what: str = "the body") -> None:
+def check_values(document: Any) -> None:
     """Raise BodyError for deep nesting, lone surrogates, and numbers that are not finite."""
     level, depth = [document], 0
     while level:
         if depth > limits.DEPTH:
-            raise BodyError(f"{what} is nested deeper than {limits.DEPTH}")
+            raise BodyError(f"the body is nested deeper than {limits.DEPTH}")
         below: list[Any] = []
         for value in level:
             kind = type(value)
@@ -298,17 +298,17 @@ def check_values(document: Any, what: str = "the body") -> None:
             elif kind is list:
                 below += value
             elif kind is str and not value.isascii():
-                _check_text(value, what)
+                _check_text(value)
             elif kind is float and not math.isfinite(value):
-                raise BodyError(f"{what} holds a number that is too large for a 64-bit float")
+                raise BodyError("the body holds a number that is too large for a 64-bit float")
         level, depth = below, depth + 1
 
 
-def _check_text(text: str, what: str) -> None:
+def _check_text(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise BodyError(f"{what} holds half of a surrogate pair, which is not valid Unicode text") from None
+        raise BodyError("the body holds half of a surrogate pair, which is not valid Unicode text") from None
 
 
 def call_arguments(text: str) -> dict[str, Any]:

@@ -12,8 +12,8 @@ _LINES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
-def _words(digits: str, *, contractions: str = _CONTRACTIONS + "|", lines: str = _LINES, ends: str = r"[\r\n]*") -> str:
-    return rf"{contractions}[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+{ends}|{lines}"
+def _words(digits: str, *, contractions: str = _CONTRACTIONS + "|", lines: str = _LINES) -> str:
+    return rf"{contractions}[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{lines}"
 
 
 def _cased(digits: str, *, contractions: str = "", ends: str = r"[\r\n/]*", excluded: str = "") -> str:
