@@ -18,8 +18,8 @@ drafter       Draft logits of native MTP modules beside the formula of tests/con
 cells         `headstart verify`, all pairs of levels and many random cells: temperature 0, 0.7, 1; depth 0 to 5 and
               auto; MTP, n-gram and mixed drafts (n-gram alone where a family has no MTP module); 1, 4 and 16 sequences
               at a time; chunks of 1, 37 and 512 rows; prefix cache and preemption on and off; 1 and 2 threads; in a few
-              cells prompts of 530 to 1,100 tokens. The trunk is softened and the MTP module made to say what the trunk
-              says from its last token, so that drafts are accepted, rejected and cut at every place.
+              cells prompts of 530 to 1,100 tokens. The trunk's blocks are scaled down, and the MTP module predicts the
+              same from its last token (families/softened.py), so that drafts are accepted, rejected and cut.
 cuda          On `cuda` beside `reference`, float32 (where there is no GPU in Triton's interpreter): the largest
               difference of a log-probability (limit 2e-4), whether drafts, chunks and company change no bit, and how
               many drafted tokens were accepted (families/in_cuda.py). Not among the default columns.

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from tiny_models import write_model
 
-from families.softened import QUIET, agreeing, kind_of_head
+from families.softened import DAMPED, agreeing, kind_of_head
 from families.weight_formats import FORMATS
 from headstart import registry
 from headstart.models.base import Family
@@ -56,7 +56,8 @@ class Row:
         """The softened model: its directory, its vocabulary's size, and the kind of its head; empty: it has none."""
         config, arrays = self.family.tiny(**self.changes)
         for part in (config, config.get("text_config", {})):  # for prompts of verify's LONG_LENGTHS
-            part |= {"max_position_embeddings": 2048} if "max_position_embeddings" in part else {}
+            if "max_position_embeddings" in part:
+                part["max_position_embeddings"] = 2048
         drafts, arrays = kind_of_head(arrays), agreeing(arrays)
         if self.weight_format:
             config = {**config, "quantization_config": dict(FORMATS[self.weight_format][0])}
@@ -68,7 +69,7 @@ def quantize_trunk(arrays: Arrays, weight_format: str) -> Arrays:
     """Random weights of a format instead of the trunk's matrices, except for softened ones."""
     rng, result = np.random.default_rng(0), dict[str, Any]()
     for name, array in arrays.items():
-        if ".layers." in name and name.endswith("_proj.weight") and not name.endswith(QUIET):
+        if ".layers." in name and name.endswith("_proj.weight") and not name.endswith(DAMPED):
             result |= FORMATS[weight_format][1](rng, name, array.shape)
         else:
             result[name] = array

@@ -1,5 +1,4 @@
-"""Weights with which an MTP module of a random model agrees with its trunk now and then: drafts are accepted, rejected
-and cut at every place."""
+"""Weights with which the drafts of a random model's MTP module are accepted part of the time."""
 
 from __future__ import annotations
 
@@ -9,28 +8,28 @@ import numpy as np
 
 from headstart.models.small import Arrays
 
-SOFT = 0.1
-MARKOV_SCALE = 2.0  # of a Markov head's logits, beside those of mask rows, which say nothing
-QUIET = (
+SOFT = 0.1  # factor of DAMPED
+MARKOV_SCALE = 2.0  # of a Markov head's logits, which are added to the random logits of mask rows
+DAMPED = (
     "o_proj.weight", "wo_b.weight", "out_proj.weight", "down_proj.weight", "w2.weight", "experts.down_proj",
     "down_proj_bias", "ple.value_proj.weight", "routed_expert_up_proj.weight",
 )  # fmt: skip
 PROJECTIONS = {
     "mtp.fc.weight": False, "eh_proj.weight": False, "input_proj.weight": True, "mtp_linear_proj.0.weight": False,
 }  # fmt: skip
-"""Ending of the name of an MTP module's projection -> does the hidden state come first?"""
+"""Ending of the name of an MTP module's projection -> whether the hidden state comes first in its input."""
 SUMMED = {
     ".e_proj.weight": 1.0, ".h_proj.weight": 0.0, "mtp.fc_embedding.weight": 1.0, "mtp.fc_hidden.weight": 0.0,
 }  # fmt: skip
-"""Two projections whose results are added -> how much of its input each lets through."""
+"""Endings of the names of two projections whose results are added -> factor of the identity."""
 MIXER = "mtp.hyper_connection_mixer."
-"""Last sum of streams, which says what the trunk's says."""
+"""The module's weighted sum of streams, which gets the trunk's weights."""
 MARKOV = ("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")
 """Tables of a DSpark drafter's Markov head, with as many columns as the hidden size."""
-TAKES = r"pre_fc_norm_embedding\.weight|enorm(\.m)?\.weight|token_layernorm\.weight"
-SAYS = r"mtp\.(\d\.)?norm\.weight|shared_head\.norm\.weight|final_layernorm\.weight|mtp_emb_norm"
+INPUT_NORMS = r"pre_fc_norm_embedding\.weight|enorm(\.m)?\.weight|token_layernorm\.weight"
+OUTPUT_NORMS = r"mtp\.(\d\.)?norm\.weight|shared_head\.norm\.weight|final_layernorm\.weight|mtp_emb_norm"
 LAST_NORMS = ("model.norm.weight", "backbone.norm_f.weight", "model.final_layernorm.weight", "norm.weight")
-"""Of the trunk."""
+"""Names of the trunk's last norm."""
 
 
 def kind_of_head(arrays: Arrays) -> str:
@@ -41,10 +40,10 @@ def kind_of_head(arrays: Arrays) -> str:
 
 
 def agreeing(arrays: Arrays) -> Arrays:
-    """Quiet blocks; an MTP module that passes its token's embedding on to the trunk's own last norm, or a Markov head
-    that gives the trunk's logits of the token before."""
-    quiet = {name: array * np.float32(SOFT if name.endswith(QUIET) else 1) for name, array in arrays.items()}
-    arrays = {name: quiet[name.replace(MIXER, "model.hyper_connection_mixer.")] for name in quiet}
+    """Scales down the blocks' outputs. An MTP module passes its token's embedding on to the trunk's last norm, and a
+    Markov head gives the trunk's logits of the token before."""
+    damped = {name: array * np.float32(SOFT if name.endswith(DAMPED) else 1) for name, array in arrays.items()}
+    arrays = {name: damped[name.replace(MIXER, "model.hyper_connection_mixer.")] for name in damped}
     folded = any("pre_fc_norm" in name for name in arrays)  # norms that are 1 + w
     last = next((name for name in LAST_NORMS if name in arrays), "")
     for name, array in arrays.items():
@@ -61,8 +60,8 @@ def agreeing(arrays: Arrays) -> Arrays:
         for ending, share in SUMMED.items():
             if name.endswith(ending):
                 arrays[name] = np.float32(share) * np.eye(len(array), dtype=np.float32)
-        if re.search(TAKES, name):
+        if re.search(INPUT_NORMS, name):
             arrays[name] = np.full_like(array, 0.0 if folded else 1.0)
-        elif re.search(SAYS, name) and name != last:
+        elif re.search(OUTPUT_NORMS, name) and name != last:
             arrays[name] = arrays[last]
     return arrays
