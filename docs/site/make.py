@@ -27,9 +27,9 @@ SITE = ROOT / "build" / "site"
 GUIDE_LINES = ROOT / "tests" / "tools" / "launch" / "stale_lines.json"
 FENCE = re.compile(r"^(```.*?^```$)", re.MULTILINE | re.DOTALL)
 QUIET = {"NO_MKDOCS_2_WARNING": "1"}
-"""The theme asks those who build to move on; its makers look after it until May 2027."""
+"""Silences the theme's advice to change to its successor; the theme is maintained until May 2027."""
 LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
-HEADS = ("smollm2-135m-mtp", "smollm2-135m-eagle3", "smollm2-135m-block", "qwen2.5-coder-0.5b-eagle3")
+HEADS = sorted(path.parent.name for path in (ROOT / "headstart" / "heads").glob("*/README.md"))
 EXTEND = {
     "Write a drafter": "drafter", "Write a family": "family", "Write a head kind": "head-kind",
     "Write a backend": "backend", "Write a checkpoint format": "checkpoint-format",

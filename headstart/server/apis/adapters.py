@@ -12,6 +12,7 @@ from fastapi.responses import PlainTextResponse, Response
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
 from headstart.errors import UsageError
+from headstart.models.lora import REMEDY
 from headstart.server.body_reader import CheckedRoute
 from headstart.server.errors import BodyError
 from headstart.server.model_manager import ServedModel
@@ -42,7 +43,7 @@ class LoadAdapter(AdapterBody):
     """POST /v1/load_lora_adapter."""
 
     harmless = frozenset({"is_3d_lora_weight"})
-    refused = MappingProxyType({"is_3d_lora_weight": "LoRA of routed experts is not supported"})
+    refused = MappingProxyType({"is_3d_lora_weight": f"LoRA of routed experts: {REMEDY}"})
     lora_path: StrictStr = Field(min_length=1, description="Folder or GGUF file on the server's machine.")
     load_inplace: StrictBool = Field(default=False, description="Replace a loaded adapter of this name.")
     model: StrictStr | None = Field(default=None, description="The model that it belongs to. Default: the first.")
