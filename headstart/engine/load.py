@@ -71,16 +71,16 @@ class Model:
     broken_head: str = ""  # why the MTP head that the config promises is not used, and the remedy
 
 
-def find_head(trunk: Model, requested: str | None, kind: str, drafter: str = AUTO) -> Head | None:
-    """The requested head, else the native one, else a shipped one, of this kind if there is one. drafter: value of
-    --drafter."""
-    if requested is not None:
-        return attach_head(trunk, _located(requested), drafter)
-    if drafter == DRAFT_MODEL:
+def find_head(trunk: Model, config: EngineConfig) -> Head | None:
+    """The head that the config names, else the native one, else the shipped one of the drafter's kind, else the default
+    shipped one."""
+    if config.head is not None:
+        return attach_head(trunk, _located(config.head), config.drafter)
+    if config.drafter == DRAFT_MODEL:
         raise UsageError("drafter draft_model needs a second, smaller model", "name it: --head MODEL")
     if native := native_head(trunk.family, trunk.weights, trunk.config):
         return native
-    shipped = choose_head(shipped_heads(trunk.checkpoint), kind)
+    shipped = choose_head(shipped_heads(trunk.checkpoint), config.drafter)
     return fit_head(trunk, read_head(shipped), shipped) if shipped else None
 
 
@@ -293,7 +293,7 @@ def load_model(
         broken_head=broken, vision=network, no_tower=no_tower,
         tower=ImageProcessor(found.format, tokenizer.result()) if found else None,
     )  # fmt: skip
-    model = replace(model, head=find_head(model, config.head, config.drafter, config.drafter))
+    model = with_head(model, config)
     if broken and model.head is None and config.drafter == AUTO and config.depth != 0:
         log.warning("%s is served without its MTP head: %s", checkpoint.name, broken)
     return model
@@ -335,7 +335,7 @@ def check_memory(checkpoint: Checkpoint) -> None:
 
 def with_head(model: Model, config: EngineConfig) -> Model:
     """The model with the config's head, which is read again. Raises ModelError or UsageError."""
-    return replace(model, head=find_head(model, config.head, config.drafter))
+    return replace(model, head=find_head(model, config))
 
 
 def other_heads(model: Model) -> dict[str, Model]:

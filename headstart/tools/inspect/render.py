@@ -93,4 +93,4 @@ def _deep(data: Data) -> Iterator[str]:
     for other in deep["readings"]:
         better = deep["better"] is not None and other["what"] == deep["better"]["what"]
         text = f"  with {other['what']}: {other['acceptance_length']:.2f}"
-        yield text + (", which is what the weights were trained with" if better else "")
+        yield text + (", as the weights were trained" if better else "")
