@@ -6,9 +6,10 @@
 
 Both sides are servers of llama.cpp, of vLLM on the CPU, or (with neither option) of headstart, each with its own
 threads, and keep running during the `--runs` of a setting. llama.cpp and headstart serve `--model`, vLLM its copy in
-bfloat16. The new side is the same; has a chat template without system text; has other weights (`--quantized`: the same
-model in another format); or does not draft, while the old side drafts with `--head`, as `headstart export` wrote it
-(`--to gguf`, `--to vllm-eagle3`). Printed: how many runs failed, the checks that failed in any, and seconds a run.
+bfloat16. The new side is the same, without drafts and with drafts by `--head`, as `headstart export` wrote it (`--to
+gguf`, `--to vllm-eagle3`); has a chat template without system text; has other weights (`--quantized`: the same model in
+another format); or does not draft, while the old side does. Printed: how many runs failed, the checks that failed in
+any, and seconds a run.
 """
 
 from __future__ import annotations
@@ -81,7 +82,9 @@ def settings(options: argparse.Namespace, folder: Path) -> Iterator[Setting]:
     if options.quantized:
         yield Setting("quantization", plain, serve(options.quantized))
     if options.head:
-        yield Setting("dropped head", serve(options.model, head=options.head), plain)
+        drafting = serve(options.model, head=options.head)
+        yield Setting("same, with drafts", drafting, drafting)
+        yield Setting("dropped head", drafting, plain)
 
 
 def trial(setting: Setting, options: argparse.Namespace, log: Path) -> list[dict[str, Any]]:
