@@ -214,12 +214,15 @@ def _block(document: Document, num_layers: int, vocab_size: int, path: Path) -> 
 
 
 def _taps(document: Document) -> list[int]:
-    """Layers whose inputs the head reads. DeepSpec's key names layers whose outputs it reads."""
-    eagle = document.get("eagle_config") or {}
+    """Layers whose inputs the head reads. DeepSpec's key names layers whose outputs it reads. So do the ids in
+    `eagle_config` that begin with 1 (SpecForge, SGLang); others there name inputs (NVIDIA)."""
     if ids := document.get("target_layer_ids"):
         return [int(each) + 1 for each in ids]
-    ids = document.get("eagle_aux_hidden_state_layer_ids") or eagle.get("eagle_aux_hidden_state_layer_ids") or []
-    return [int(each) for each in ids]
+    if ids := document.get("eagle_aux_hidden_state_layer_ids"):
+        return [int(each) for each in ids]
+    ids = (document.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids") or []
+    outputs = ids[:1] == [1]
+    return [int(each) + outputs for each in ids]
 
 
 def _normed(named: Mapping[str, Tensor], document: Document, path: Path) -> dict[str, Tensor]:

@@ -246,6 +246,15 @@ def test_deepspec_counts_the_outputs_of_layers(tmp_path: Path) -> None:
     assert read_head(path).spec.tap == (1, 2)
 
 
+@pytest.mark.parametrize(("ids", "tap"), [([1, 2, 3], (2, 3, 4)), ([2, 4, 5], (2, 4, 5))])
+def test_ids_of_eagle_config_that_begin_with_one_count_outputs(
+    ids: list[int], tap: tuple[int, ...], tmp_path: Path
+) -> None:
+    named: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": ids}
+    path = changed(written(support.tiny_model("llama"), tmp_path / "a", tap=()), {}, eagle_config=named)
+    assert read_head(path).spec.tap == tap
+
+
 def test_wrong_heads(tmp_path: Path) -> None:
     model = support.tiny_model("llama")
     with pytest.raises(ModelError, match="taps the layers"):
