@@ -14,7 +14,8 @@ def lines(data: Data) -> list[str]:
 
 def _model(data: Data) -> Iterator[str]:
     family = f", {data['family']['title']}" if data["family"] else ""
-    yield f"{data['architecture'] or 'no model'} ({data['format']}{family}), {data['model']}"
+    title = data["architecture"] or (data["drafter"] or {}).get("title", "unknown architecture")
+    yield f"{title} ({data['format']}{family}), {data['model']}"
     sizes = ", ".join(f"{key} {value}" for key, value in data["sizes"].items())
     yield f"context length {data['context_length']}; {sizes}" if data["context_length"] else sizes
     if here := data["here"]:

@@ -112,6 +112,7 @@ def test_a_gguf_file_is_the_head_of_its_safetensors(tmp_path: Path, name: str) -
     method = {"DSparkDraftModel": "dspark", "Qwen3DSparkModel": "dspark"}
     names = PUBLISHED[name].config.get("architectures") or [""]
     report = inspect.run(inspect.InspectOptions(model=str(file)))
+    assert report.lines[0].startswith(f"{report.data['drafter']['title']} (gguf)")
     assert report.ok, report.lines
     assert classify_path(file).method == method.get(names[0], "dflash")
 
