@@ -113,7 +113,7 @@ class _SeparateOp(Exception):  # control flow: recording ends here
 
 @dataclass(eq=False)
 class StreamedBackend:
-    """See the module. Attributes that are not defined here are the wrapped backend's."""
+    """A backend whose weights stay in their files. Attributes that are not defined here are the wrapped backend's."""
 
     inner: Backend
     weight_bytes: int = 0  # read so far

@@ -31,7 +31,7 @@ from headstart.layers.decoder import DecoderLayer, ForwardState, LayerConfig
 from headstart.layers.linear import Linear
 from headstart.layers.mlp import Magnitude, build_magnitude
 from headstart.layers.norm import RMSNorm
-from headstart.layers.streams import Averaged
+from headstart.layers.streams import AveragedStreams
 from headstart.layers.weights import Shapes, Weights
 
 BEGIN, END = "altup_projections", "altup_unembed_projections"
@@ -66,7 +66,7 @@ class AltUpConfig:
 
 
 @dataclass(frozen=True)
-class AltUpProjections(Averaged):
+class AltUpProjections(AveragedStreams):
     """From one stream to all and back."""
 
     spec: StreamSpec

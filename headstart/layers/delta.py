@@ -74,7 +74,7 @@ class DeltaConfig(MixerConfig):
 
 @dataclass(frozen=True)
 class GatedDeltaNet(Mixer):
-    """See the module."""
+    """The Gated DeltaNet part of a layer; formula in the module's docstring."""
 
     qkv_proj: Linear
     z_proj: Linear

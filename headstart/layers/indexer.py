@@ -99,7 +99,7 @@ class IndexerConfig:
 
 @dataclass(frozen=True)
 class Indexer:
-    """See the module."""
+    """The lightning indexer of a layer: selects positions for each row; formula in the module's docstring."""
 
     query: Linear
     key: Linear
@@ -171,7 +171,7 @@ class BlockIndexerConfig:
 
 @dataclass(frozen=True)
 class BlockIndexer:
-    """See the module."""
+    """The block indexer of a layer: selects blocks of positions for each row; formula in the module's docstring."""
 
     query: Linear
     key: Linear

@@ -97,7 +97,7 @@ class KDAConfig(MixerConfig):
 
 @dataclass(frozen=True)
 class KimiDelta(Mixer):
-    """See the module."""
+    """The Kimi delta attention of a layer; formula in the module's docstring."""
 
     inputs: tuple[Linear, ...]  # W_q, W_k, W_v
     decay_proj: tuple[Linear, ...]

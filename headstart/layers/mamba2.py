@@ -104,7 +104,7 @@ class Mamba2Config(MixerConfig):
 
 @dataclass(frozen=True)
 class Mamba2(Mixer):
-    """See the module."""
+    """The Mamba2 part of a layer; formula in the module's docstring."""
 
     z_proj: Linear
     xbc_projs: tuple[Linear, ...]

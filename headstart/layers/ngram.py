@@ -84,7 +84,7 @@ class NGramMemoryConfig:
 
 @dataclass(frozen=True)
 class NGramMemory:
-    """See the module."""
+    """Memory of hashed n-grams, added to the residual streams; formula in the module's docstring."""
 
     config: NGramMemoryConfig
     state_specs: tuple[ConvSpec, ConvSpec]

@@ -110,7 +110,7 @@ class RelativeConfig(MixerConfig):
 
 @dataclass(frozen=True)
 class Relative(Mixer):
-    """See the module."""
+    """Attention with biases by distance and convolved keys and values; formula in the module's docstring."""
 
     q: Linear
     k: Linear
@@ -154,7 +154,7 @@ class ConvolvedLayerConfig(LayerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ConvolvedLayer(DecoderLayer):
-    """See ConvolvedLayerConfig."""
+    """A decoder layer with a convolution behind its feed-forward part."""
 
     conv: Convolution
 

@@ -57,7 +57,7 @@ class ShortConvConfig(MixerConfig):
 
 @dataclass(frozen=True)
 class ShortConv(Mixer):
-    """See the module."""
+    """The gated short convolution of a layer; formula in the module's docstring."""
 
     b_proj: Linear
     c_proj: Linear

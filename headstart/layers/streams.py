@@ -46,30 +46,31 @@ class StreamExpansion(Protocol):
         layers.decoder.SumTaps."""
 
 
-class Averaged:
-    """Drafters read the mean of the streams."""
+class AveragedStreams:
+    """Residual streams of which drafters read the mean. `expand` makes equal streams; AltUp has its own."""
 
     spec: StreamSpec
+
+    def expand(self, ops: Ops, x: Buffer) -> Buffer:
+        """[R, H] -> [R, streams * H], before the first layer."""
+        return repeat_streams(ops, x, self.spec.count)
 
     def tapped(self, ops: Ops, streams: Buffer, layer: Any, *, sums: bool) -> Buffer:
         return ops.sum_streams(streams, None, self.spec)
 
 
 @dataclass(frozen=True)
-class EqualStreams(Averaged):
-    """The same in each stream, and their mean."""
+class EqualStreams(AveragedStreams):
+    """The mean of the streams as the last sum."""
 
     spec: StreamSpec
-
-    def expand(self, ops: Ops, x: Buffer) -> Buffer:
-        return repeat_streams(ops, x, self.spec.count)
 
     def collapse(self, ops: Ops, streams: Buffer) -> tuple[Buffer, None]:
         return ops.sum_streams(streams, None, self.spec), None
 
 
 @dataclass(frozen=True)
-class HyperConnection(Averaged):
+class HyperConnection(AveragedStreams):
     """Sums and mixes the streams around one part of a layer."""
 
     spec: StreamSpec
@@ -77,10 +78,6 @@ class HyperConnection(Averaged):
     mixes: Linear
     base: Weight
     scale: Weight
-
-    def expand(self, ops: Ops, x: Buffer) -> Buffer:
-        """[R, H] -> [R, streams * H], before the first layer: the same in each stream."""
-        return repeat_streams(ops, x, self.spec.count)
 
     def collapse(self, ops: Ops, streams: Buffer) -> tuple[Buffer, Buffer]:
         """[R, streams * H] -> (weighted sum [R, H], weights for `distribute`)."""
@@ -94,8 +91,8 @@ class HyperConnection(Averaged):
 
 
 @dataclass(frozen=True)
-class GatedStreams(Averaged):
-    """See the module."""
+class GatedStreams(AveragedStreams):
+    """Sums the streams, weighed by low-rank gates, around a part of a layer; formula in the module's docstring."""
 
     spec: StreamSpec
     norm: GroupedRMSNorm
@@ -105,12 +102,8 @@ class GatedStreams(Averaged):
     base: Weight
     scale: Weight
 
-    def expand(self, ops: Ops, x: Buffer) -> Buffer:
-        """See HyperConnection."""
-        return repeat_streams(ops, x, self.spec.count)
-
     def collapse(self, ops: Ops, streams: Buffer) -> tuple[Buffer, Buffer | None]:
-        """See HyperConnection."""
+        """[R, streams * H] -> (sum [R, H], weights for `distribute`; None: of the last sum)."""
         normed = self.norm(ops, streams)
         inner = ops.activate(ops.scale(self.down(ops, normed), 1 / self.spec.count), "silu")
         x = ops.sum_streams(ops.sigmoid_mul(self.up(ops, inner), normed), None, self.spec)
@@ -119,7 +112,7 @@ class GatedStreams(Averaged):
         return x, ops.stream_weights(self.inject(ops, normed), self.base, self.scale, self.spec)
 
     def distribute(self, ops: Ops, streams: Buffer, x: Buffer, weights: Buffer) -> Buffer:
-        """See HyperConnection."""
+        """Streams [R, streams * H] after a part whose output is x [R, H]."""
         return ops.mix_streams(streams, x, weights, self.spec)
 
 
