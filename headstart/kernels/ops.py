@@ -44,7 +44,8 @@ products of gate g and up u:
 clamped: min(g, 7) * sigmoid(1.702 * g) * (u + 1), u clamped to [-7, 7] (gpt-oss);
 silu_7, silu_16: min(silu(g), limit) * u, u clamped to [-limit, limit];
 silu_of_10: silu(min(g, 10)) * u, u clamped to [-10, 10];
-situ: 4 tanh(g / 4) * sigmoid(g) * 25 tanh(u / 25) (Kimi-K3)."""
+situ: a tanh(g / a) * sigmoid(g) * b tanh(u / b) with (a, b) = SITU (Kimi-K3)."""
+SITU = 4.0, 25.0
 
 NEVER = -1e30  # logit of a token that is never sampled; finite, because logits must be finite
 REFINED = 32  # columns in one block of `Ops.refine`: the native kernels compute that many outputs together

@@ -6,8 +6,8 @@ Ops.gated_delta); y = W_o (norm(o) * sigmoid(W_g x)), the norm over each head. W
 matrices. Formula: transformers 5.24, `KimiLinearDeltaAttention` and `BailingHybridDeltaAttention`.
 
 Canonical tensors under `{layer}.self_attn`: `{q,k,v,o}_proj`, `conv` [width * channels] (taps oldest first), `b_proj`
-[heads, H], `f_proj` or `f_a_proj` and `f_b_proj`, `g_proj` likewise, `decay_rate` [heads] (negative), `decay_bias`
-[heads * dim], `o_norm.weight` [dim].
+[heads, H], `f_proj` or `f_a_proj` and `f_b_proj`, `gate_proj` or `g_a_proj` and `g_b_proj`, `decay_rate` [heads]
+(negative), `decay_bias` [heads * dim], `o_norm.weight` [dim].
 """
 
 from dataclasses import dataclass
@@ -67,7 +67,7 @@ class KDAConfig(MixerConfig):
             inputs=linears("q_proj", "k_proj", "v_proj"),
             decay_proj=linears("f_proj", "f_a_proj", "f_b_proj", precise=True),
             strength_proj=linears("b_proj", precise=True)[0],
-            gate_proj=linears("g_proj", "g_a_proj", "g_b_proj"),
+            gate_proj=linears("gate_proj", "g_a_proj", "g_b_proj"),
             conv=weights.get(f"{name}.conv", self.conv_width * self.delta.channels),
             decay_rate=weights.take(rate.take_rows(heads)),
             decay_bias=weights.get(f"{name}.decay_bias", self.inner),
@@ -80,11 +80,11 @@ class KDAConfig(MixerConfig):
         """Names and shapes of what `build` takes."""
         name, inner = f"{prefix}.self_attn", self.inner
         matrices = {f"{part}_proj": (inner, in_features) for part in "qkv"} | {"b_proj": (self.num_heads, in_features)}
-        for part in "fg":
-            if self.rank and not (part == "g" and self.full_gate):
+        for part, whole, low_rank in (("f", "f_proj", self.rank), ("g", "gate_proj", self.rank and not self.full_gate)):
+            if low_rank:
                 matrices |= {f"{part}_a_proj": (self.rank, in_features), f"{part}_b_proj": (inner, self.rank)}
             else:
-                matrices[f"{part}_proj"] = (inner, in_features)
+                matrices[whole] = (inner, in_features)
         return {
             **{f"{name}.{part}.weight": shape for part, shape in matrices.items()},
             f"{name}.conv": (self.conv_width * self.delta.channels,),

@@ -20,6 +20,7 @@ from headstart.models.small import Arrays
 
 LINEAR, FULL = keys.LINEAR, keys.FULL
 MAX_DIM, MAX_TAPS = 256, 16
+GATE = {".self_attn.g_proj.": ".self_attn.gate_proj."}  # part of a name in files -> canonical part
 CONVS = tuple(f"{part}_conv1d.weight" for part in "qkv")
 
 

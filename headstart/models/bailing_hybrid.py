@@ -10,16 +10,13 @@ from dataclasses import replace
 
 from headstart.errors import ModelError
 from headstart.heads.base import HeadSpec
-from headstart.kernels.ops import RawTensor
 from headstart.layers.build import DecoderConfig
-from headstart.layers.kda import KDAConfig
 from headstart.layers.parts import MixerConfig
 from headstart.models import _kda, _latent, keys
 from headstart.models.base import Family
 from headstart.models.keys import Config, flag, number
 from headstart.models.mtp import MTPLayout
 from headstart.models.names import Names
-from headstart.models.small import Arrays
 
 LLAMA_CPP = "bailingmoe3"
 SERVED = {
@@ -69,22 +66,6 @@ def _kinds(config: Config) -> list[str]:
     return [_kda.FULL if (i + 1) % group == 0 or i >= first else _kda.LINEAR for i in range(count)]
 
 
-def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """Family.adapt: `g_proj` of latent attention becomes `gate_proj`."""
-    linear = tuple(f"{prefix}." for prefix in config.mixers(KDAConfig))
-    named = {
-        name if name.startswith(linear) else name.replace(".self_attn.g_proj.", ".self_attn.gate_proj."): tensor
-        for name, tensor in tensors.items()
-    }
-    return _kda.adapt(named, config, from_gguf)
-
-
-def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
-    """Family.restore: inverse of `adapt`."""
-    theirs = _kda.restore(arrays, config)
-    return {name.replace(".self_attn.gate_proj.", ".self_attn.g_proj."): array for name, array in theirs.items()}
-
-
 FAMILY = Family(
     parse=parse,
     defaults={
@@ -106,13 +87,15 @@ FAMILY = Family(
         {"model.": "", "lm_head.": "lm_head.", "model.word_embeddings.": "embed_tokens."},
         parts={
             ".attention.dense.": ".self_attn.o_proj.",
+            ".attention.g_proj.": ".self_attn.gate_proj.",
             ".attention.": ".self_attn.",
+            **_kda.GATE,  # transformers' name
             ".mlp.gate.expert_bias": ".mlp.gate.e_score_correction_bias",
             ".final_layernorm.": ".shared_head.norm.",
         },
     ),
-    adapt=adapt,
-    restore=restore,
+    adapt=_kda.adapt,
+    restore=_kda.restore,
     head=HeadSpec(),
     mtp=MTPLayout(
         title="Ling 3 (Bailing MoE V3)", architectures=("bailingmoev3",), llama_cpp=(LLAMA_CPP,), served=1,

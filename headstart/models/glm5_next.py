@@ -6,6 +6,7 @@ Formula: transformers 5.24 `models/glm5_next`; MTP module: vLLM 0.32, `models/gl
 experts in one stream, which reads and recycles the state behind the final norm.
 """
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +29,6 @@ from headstart.models.small import Arrays
 LLAMA_CPP = "glm5-next"
 INDEXED = "indexed_attention"
 SERVED = {"index_kpool_always_select_tail": True, "qk_rope_head_dim": 0, "attention_bias": False, "mlp_bias": False}
-POOLS = {"index_kpool_compress_gate": "pool_gate", "index_kpool_compress_ape": "pool_bias"}
 
 
 def parse(config: Config) -> DecoderConfig:
@@ -85,26 +85,21 @@ def _latent_mixer(config: Config) -> MLAConfig:
 
 
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """The biases of a pool one after another."""
+    """Family.adapt: the biases of a pool one after another."""
     ours = _kda.adapt(tensors, config, from_gguf)
-    for name in [name for name in ours if ".indexer.index_kpool_" in name]:
-        stem, _, part = name.rpartition(".")
-        tensor = ours.pop(name)
-        flat = part == "index_kpool_compress_ape" and len(tensor.shape) == 2
-        ours[f"{stem}.{POOLS.get(part, part)}"] = tensor.shaped(tensor.shape[0] * tensor.shape[1]) if flat else tensor
-    return ours
+    return ours | {
+        name: each.shaped(math.prod(each.shape)) for name, each in ours.items() if name.endswith(".indexer.pool_bias")
+    }
 
 
 def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
-    """The way back."""
-    theirs: Arrays = {}
-    back = {ours: name for name, ours in POOLS.items()}
+    """Family.restore: inverse of `adapt`."""
     assert config.mtp_layer and isinstance(config.mtp_layer.mixer, MLAConfig) and config.mtp_layer.mixer.indexer
     every = config.mtp_layer.mixer.indexer.spec.every
-    for name, array in _kda.restore(arrays, config).items():
-        stem, _, part = name.rpartition(".")
-        theirs[f"{stem}.{back.get(part, part)}"] = array.reshape(every, -1) if part == "pool_bias" else array
-    return theirs
+    return {
+        name: array.reshape(every, -1) if name.endswith(".indexer.pool_bias") else array
+        for name, array in _kda.restore(arrays, config).items()
+    }
 
 
 SMALL: dict[str, Any] = {
@@ -131,7 +126,16 @@ FAMILY = Family(
         **dict.fromkeys(("first_k_dense_replace", "full_attn_layers", "kda_layers"), "a list of layers says it"),
         "router_aux_loss_coef": "training only",
     },
-    names=Names(WRAPPED, parts={".hc_attn_": ".mixer_streams.", ".hc_ffn_": ".mlp_streams."}),
+    names=Names(
+        WRAPPED,
+        parts={
+            **_kda.GATE,
+            ".indexer.index_kpool_compress_gate": ".indexer.pool_gate",
+            ".indexer.index_kpool_compress_ape": ".indexer.pool_bias",
+            ".hc_attn_": ".mixer_streams.",
+            ".hc_ffn_": ".mlp_streams.",
+        },
+    ),
     adapt=adapt,
     restore=restore,
     head=HeadSpec(),

@@ -14,7 +14,7 @@ import numpy as np
 
 from headstart.errors import ModelError
 from headstart.heads.base import HeadSpec
-from headstart.kernels.ops import Activation, RawTensor
+from headstart.kernels.ops import SITU, Activation, RawTensor
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import LayerConfig
 from headstart.layers.kda import KDAConfig
@@ -24,16 +24,18 @@ from headstart.models import _kda, _latent, keys, kimi_linear
 from headstart.models.base import Family
 from headstart.models.keys import Config, flag, number, real
 from headstart.models.mtp import MTPLayout
-from headstart.models.names import WRAPPED, Names
-from headstart.models.small import Arrays
+from headstart.models.names import SPARSE_BLOCK, WRAPPED, Names
 
 LLAMA_CPP = "kimi-k3"
 SERVED = {"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1}
-SITU = {"activation_situ_beta": 4.0, "activation_situ_linear_beta": 25.0}
-LATENT = {
-    "routed_expert_down_proj.": "fc1_latent_proj.", "routed_expert_up_proj.": "fc2_latent_proj.",
-    "routed_expert_norm.": "latent_norm.",
+SITU_KEYS = dict(zip(("activation_situ_beta", "activation_situ_linear_beta"), SITU, strict=True))
+PARTS = {
+    **SPARSE_BLOCK, **_kda.GATE,
+    ".block_sparse_moe.routed_expert_down_proj.": ".mlp.fc1_latent_proj.",
+    ".block_sparse_moe.routed_expert_up_proj.": ".mlp.fc2_latent_proj.",
+    ".block_sparse_moe.routed_expert_norm.": ".mlp.latent_norm.",
 }  # fmt: skip
+"""Parts of names in files -> canonical parts."""
 
 
 def parse(config: Config) -> DecoderConfig:
@@ -75,7 +77,7 @@ def parse(config: Config) -> DecoderConfig:
 def _activation(config: Config) -> Activation:
     if config.get("hidden_act") != "situ":
         return keys.activation(config)
-    keys.refuse_others(config, SITU)
+    keys.refuse_others(config, SITU_KEYS)
     return "situ"
 
 
@@ -86,34 +88,17 @@ def _in_bank(layer: LayerConfig, index: int, bank: ResidualBankConfig) -> LayerC
 
 
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """Family.adapt: names of LatentMoE and of gates; the decay rates of all heads (files have one for each feature of
-    a head, of which the first ones are read)."""
-    linear, named = config.mixers(KDAConfig), dict[str, RawTensor]()
-    for written, each in tensors.items():
-        prefix, _, part = written.partition(".self_attn.")
-        name, tensor = written, each
-        for theirs, ours in LATENT.items():
-            name = name.replace(theirs, ours)
-        if part == "A_log" and prefix in linear and len(tensor.shape) == 1:
-            tensor = tensor.take_rows(np.arange(min(linear[prefix].num_heads, tensor.shape[0])))
-        elif prefix not in linear:
-            name = name.replace(".self_attn.g_proj.", ".self_attn.gate_proj.")
-        named[name] = tensor
-    return kimi_linear.adapt(named, config, from_gguf)
-
-
-def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
-    """Family.restore: inverse of `adapt`."""
-    theirs: Arrays = {}
-    for name, array in arrays.items():
-        for written, ours in LATENT.items():
-            name = name.replace(f".{ours}", f".{written}")
-        theirs[name.replace(".self_attn.gate_proj.", ".self_attn.g_proj.")] = array
-    return kimi_linear.restore(theirs, config, (-1,))
+    """Family.adapt: decay rates of all heads. Files have one for each feature of a head; the first ones are read."""
+    ours = dict(tensors)
+    for prefix, mixer in config.mixers(KDAConfig).items():
+        name = f"{prefix}.self_attn.A_log"
+        if (rates := tensors.get(name)) is not None and len(rates.shape) == 1:
+            ours[name] = rates.take_rows(np.arange(min(mixer.num_heads, rates.shape[0])))
+    return _kda.adapt(ours, config, from_gguf)
 
 
 SMALL: dict[str, Any] = {
-    "hidden_act": "situ", **SITU, "attn_res_block_size": 2, "q_lora_rank": 20, "kv_lora_rank": 32,
+    "hidden_act": "situ", **SITU_KEYS, "attn_res_block_size": 2, "q_lora_rank": 20, "kv_lora_rank": 32,
     "qk_nope_head_dim": 12, "qk_rope_head_dim": 6, "v_head_dim": 10, "moe_intermediate_size": 24,
     "num_key_value_heads": 6, "num_hidden_layers": 4, "num_experts": 8, "num_experts_per_token": 3,
     "num_shared_experts": 2, "first_k_dense_replace": 2, "routed_scaling_factor": 1.5, "routed_expert_hidden_size": 32,
@@ -136,9 +121,9 @@ FAMILY = Family(
             ("media_placeholder_token_id", "image_placeholder", "ignore_index"), "of images, whose tensors are left out"
         ),
     },
-    names=Names({**WRAPPED, "mm_projector.": None}),
+    names=Names({**WRAPPED, "mm_projector.": None}, PARTS),
     adapt=adapt,
-    restore=restore,
+    restore=_kda.restore,
     head=HeadSpec(tap="pre_norm", recycle="pre_norm", mask_first=True),
     mtp=MTPLayout(title="Kimi-K3", not_xllm="xLLM has no draft of this type", not_llama_cpp="its converter drops it"),
     aliases=(LLAMA_CPP,),

@@ -3,17 +3,15 @@
 Formula: transformers 5.24 `models/kimi_linear`.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from headstart.kernels.ops import RawTensor
 from headstart.layers.build import DecoderConfig
 from headstart.layers.parts import MixerConfig
 from headstart.models import _kda, _latent, keys
 from headstart.models.base import Family
 from headstart.models.keys import Config, number
-from headstart.models.small import Arrays
+from headstart.models.names import PREFIXES, SPARSE_BLOCK, Names
 
 LLAMA_CPP = "kimi-linear"
 SERVED = {
@@ -23,7 +21,6 @@ THEIRS: Mapping[str, str] = {
     "num_experts_per_token": "num_experts_per_tok", "num_expert_group": "n_group", "moe_renormalize": "norm_topk_prob",
     "num_shared_experts": "n_shared_experts", "model_max_length": "max_position_embeddings",
 }  # fmt: skip
-EXPERT_PARTS: Mapping[str, str] = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
 def parse(config: Config) -> DecoderConfig:
@@ -50,29 +47,6 @@ def with_usual_keys(config: Config) -> Config:
     return _kda.linear_config(keys.inside(config, {key: value for key, value in told.items() if value is not None}))
 
 
-def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """Family.adapt: renames experts from Mixtral's names to DeepSeek's."""
-    named: dict[str, RawTensor] = {}
-    for written, tensor in tensors.items():
-        name = written.replace(".block_sparse_moe.", ".mlp.")
-        if match := re.fullmatch(r"(.+\.experts\.\d+)\.(w[123])\.(.+)", name):
-            name = f"{match[1]}.{EXPERT_PARTS[match[2]]}.{match[3]}"
-        named[name] = tensor
-    return _kda.adapt(named, config, from_gguf)
-
-
-def restore(arrays: Arrays, config: DecoderConfig, shape: tuple[int, ...] = (1, 1, -1, 1)) -> Arrays:
-    """Family.restore: inverse of `adapt`. shape: of A_log."""
-    theirs: Arrays = {}
-    back = {ours: name for name, ours in EXPERT_PARTS.items()}
-    for name, array in _kda.restore(arrays, config, shape).items():
-        written = re.sub(r"\.mlp\.(gate\.|shared_experts|experts|routed_expert_)", r".block_sparse_moe.\1", name)
-        if match := re.fullmatch(r"(.+\.experts\.\d+)\.(\w+_proj)\.(.+)", written):
-            written = f"{match[1]}.{back[match[2]]}.{match[3]}"
-        theirs[written] = array
-    return theirs
-
-
 FAMILY = Family(
     parse=parse,
     defaults={
@@ -84,8 +58,9 @@ FAMILY = Family(
         **dict.fromkeys(("rope_theta", "rope_scaling", "max_position_embeddings"), "positions are not rotated"),
         **dict.fromkeys(THEIRS, "another key says it"),
     },
-    adapt=adapt,
-    restore=restore,
+    names=Names(PREFIXES, SPARSE_BLOCK),
+    adapt=_kda.adapt,
+    restore=lambda arrays, config: _kda.restore(arrays, config, shape=(1, 1, -1, 1)),
     aliases=(LLAMA_CPP,),
     small={
         "model_type": "kimi_linear", "architectures": ["KimiLinearForCausalLM"], "kv_lora_rank": 32,

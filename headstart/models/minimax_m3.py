@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from headstart.errors import ModelError
 from headstart.heads.base import HeadSpec
-from headstart.kernels.ops import RawTensor, RouterSpec
+from headstart.kernels.ops import RouterSpec
 from headstart.kernels.specs import IndexSpec
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
@@ -20,8 +20,7 @@ from headstart.models._gemma import minus_one, plus_one
 from headstart.models.base import Family
 from headstart.models.keys import FULL, Config, number, real
 from headstart.models.mtp import MTPLayout
-from headstart.models.names import WRAPPED, Names
-from headstart.models.small import Arrays
+from headstart.models.names import SPARSE_BLOCK, WRAPPED, Names
 
 INDEXED = "minimax_m3_sparse"
 SERVED = {
@@ -96,29 +95,6 @@ def _indexer(config: Config, mixer: AttentionConfig) -> BlockIndexerConfig:
     return BlockIndexerConfig(spec=IndexSpec(heads, dim, blocks, size, whole=True), rope=mixer.rope)
 
 
-PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-"""An expert's matrices in files -> canonical."""
-
-
-def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """Family.adapt: canonical names of the experts' matrices, and norms that multiply by 1 + w."""
-    ours: dict[str, RawTensor] = {}
-    for name, tensor in tensors.items():
-        stem, _, part = name.removesuffix(".weight").rpartition(".")
-        ours[f"{stem}.{PARTS[part]}.weight" if part in PARTS else name] = tensor
-    return plus_one(ours, config, from_gguf)
-
-
-def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
-    """Family.restore: inverse of `adapt`."""
-    theirs: Arrays = {}
-    for name, array in minus_one(arrays, config).items():
-        for file, part in PARTS.items():
-            name = name.replace(f".{part}.", f".{file}.") if ".experts." in name else name
-        theirs[name] = array
-    return theirs
-
-
 INDEX_PARTS = ("q_proj", "k_proj", "q_norm", "k_norm")
 MODULE = "model.mtp.layers.{i}."
 FAMILY = Family(
@@ -154,13 +130,11 @@ FAMILY = Family(
         parts={
             **{f".self_attn.index_{part}.": f".self_attn.indexer.{part}." for part in INDEX_PARTS},
             ".block_sparse_moe.e_score": ".mlp.gate.e_score",
-            ".block_sparse_moe.gate.": ".mlp.gate.",
-            ".block_sparse_moe.experts.": ".mlp.experts.",
-            ".block_sparse_moe.shared_experts.": ".mlp.shared_experts.",
+            **SPARSE_BLOCK,
         },
     ),
-    adapt=adapt,
-    restore=restore,
+    adapt=plus_one,
+    restore=minus_one,
     head=HeadSpec(mask_first=True, recycle="pre_norm", beyond="cycle"),
     mtp=MTPLayout(
         title="MiniMax-M3", norm="1+w", count_key="num_mtp_modules",

@@ -44,6 +44,14 @@ OWN_MODULE: Mapping[str, str | None] = {
     "mtp.norm.": "mtp.{i}.norm.",
 }
 """Names of MTP modules that are stored outside the trunk's layers (Qwen's names)."""
+SPARSE_BLOCK: Mapping[str, str] = {
+    ".block_sparse_moe.gate.": ".mlp.gate.",
+    ".block_sparse_moe.shared_experts.": ".mlp.shared_experts.",
+    ".block_sparse_moe.experts.{i}.w1.": ".mlp.experts.{i}.gate_proj.",
+    ".block_sparse_moe.experts.{i}.w2.": ".mlp.experts.{i}.down_proj.",
+    ".block_sparse_moe.experts.{i}.w3.": ".mlp.experts.{i}.up_proj.",
+}
+"""Parts of names of experts beside dense MLPs, where experts have Mixtral's names and MLPs Llama's."""
 
 
 Rule = tuple[re.Pattern[str], str | None]
@@ -54,8 +62,9 @@ Rule = tuple[re.Pattern[str], str | None]
 class Names:
     """Table of a family's tensor names.
 
-    The longest matching prefix is used. `{i}` stands for a number, equal on both sides; it is 0 if only the canonical
-    prefix has it. If several published prefixes have one canonical prefix, the first is written.
+    The longest matching prefix is used, and all parts in their order. `{i}` stands for a number, equal on both sides;
+    it is 0 if only the canonical prefix has it. If several published prefixes have one canonical prefix, the first is
+    written.
     """
 
     # published prefix -> canonical prefix; None: the tensor is ignored
@@ -67,16 +76,12 @@ class Names:
         if name.endswith("rotary_emb.inv_freq"):
             return None
         name = strip_wrapper(name)
-        for theirs, ours in self.parts.items():
-            name = name.replace(theirs, ours)
+        name = _with_parts(name, self._parts_there)
         return next(_replaced(name, self._there), name)
 
     def theirs(self, name: str) -> str:
         """Hugging Face's name of a canonical tensor."""
-        name = next((new for new in _replaced(name, self._back) if new), name)
-        for theirs, ours in self.parts.items():
-            name = name.replace(ours, theirs)
-        return name
+        return _with_parts(next((new for new in _replaced(name, self._back) if new), name), self._parts_back)
 
     @property
     def of_modules(self) -> bool:
@@ -91,11 +96,29 @@ class Names:
     def _back(self) -> list[Rule]:
         return _rules((ours, theirs) for theirs, ours in self.prefixes.items() if ours is not None)
 
+    @cached_property
+    def _parts_there(self) -> list[tuple[re.Pattern[str], str]]:
+        return [(_pattern(theirs), ours.replace("{i}", r"\1")) for theirs, ours in self.parts.items()]
+
+    @cached_property
+    def _parts_back(self) -> list[tuple[re.Pattern[str], str]]:
+        return [(_pattern(ours), theirs.replace("{i}", r"\1")) for theirs, ours in self.parts.items()]
+
+
+def _with_parts(name: str, parts: Iterable[tuple[re.Pattern[str], str]]) -> str:
+    for old, new in parts:
+        name = old.sub(new, name)
+    return name
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    return re.compile(re.escape(text).replace(r"\{i\}", r"(\d+)"))
+
 
 def _rules(prefixes: Iterable[tuple[str, str | None]]) -> list[Rule]:
     """Rules of (prefix, replacement) pairs, longest prefix first."""
     ordered = sorted(prefixes, key=lambda pair: -len(pair[0]))
-    return [(re.compile(re.escape(old).replace(r"\{i\}", r"(\d+)")), new) for old, new in ordered]
+    return [(_pattern(old), new) for old, new in ordered]
 
 
 def _replaced(name: str, rules: Iterable[Rule]) -> Iterator[str | None]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, linear, relu, silu, softplus
 
-from headstart.kernels.ops import Activation, Experts, RouterSpec
+from headstart.kernels.ops import SITU, Activation, Experts, RouterSpec
 
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "silu": silu, "gelu": gelu, "gelu_tanh": partial(gelu, approximate="tanh"), "relu": relu,
@@ -16,7 +16,6 @@ ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
 CLAMP, SLOPE = 7.0, 1.702  # bound of both factors, and slope of the sigmoid, of the `clamped` activation (gpt-oss)
 OUTPUT_LIMITS: Mapping[Activation, float] = {"silu_7": 7.0, "silu_16": 16.0}
 INPUT_LIMIT = 10.0  # bound of both inputs of `silu_of_10`
-SITU = 4.0, 25.0  # bounds of gate and up of `situ`
 WEIGHT_SUM_EPSILON = 1e-20  # added to the sum of scores before division, as in DeepSeek's code: all sigmoids may be 0
 
 
