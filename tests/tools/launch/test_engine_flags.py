@@ -62,7 +62,7 @@ def test_newest_version_was_read(name: str) -> None:
     ("vllm", "--swap-space", {"0.9.2", "0.11.0"}),
     ("vllm", "speculative_config.disable_by_batch_size", {"0.9.2", "0.11.0"}),
     ("sglang", "--speculative-adaptive", {"0.5.23"}),
-    ("trtllm", "speculative_config.num_nextn_predict_layers", {"1.2.0"}),
+    ("trtllm", "speculative_config.num_nextn_predict_layers", {"1.2.1"}),
 ])  # fmt: skip
 def test_a_flag_is_supported_by_the_versions_that_were_read_with_it(engine: str, flag: str, versions: set[str]) -> None:
     launcher, read = LAUNCHERS[engine], snapshot(engine).versions
