@@ -66,6 +66,7 @@ FEWEST_LAYERS = 3
 WHOLE, EACH = "input_norm.weight", "tap_norms.weight"  # EAGLE-3.1: norm of all streams together, norms of each stream
 STREAM = re.compile(r"fc_norm\.\d+\.weight")  # published name of the norm of one stream
 COPIES = ("lm_head.weight", "embed_tokens.weight")  # optional tensors that are also in the trunk
+TAPS = "eagle_aux_hidden_state_layer_ids"  # key of config.json: the layers whose inputs are read
 MASK = "mask_hidden"  # P-EAGLE (heads/peagle.py): what rows of the mask token read in place of the streams
 MASK_KEYS = ("mask_token_id", "ptd_token_id", "pard_token")  # config.json keys of the mask token: speculators', vLLM's
 NUM_DEPTHS = 8  # drafts per pass where config.json has no number, as in speculators' training
@@ -218,9 +219,9 @@ def _taps(document: Document) -> list[int]:
     `eagle_config` that begin with 1 (SpecForge, SGLang); others there name inputs (NVIDIA)."""
     if ids := document.get("target_layer_ids"):
         return [int(each) + 1 for each in ids]
-    if ids := document.get("eagle_aux_hidden_state_layer_ids"):
+    if ids := document.get(TAPS):
         return [int(each) for each in ids]
-    ids = (document.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids") or []
+    ids = (document.get("eagle_config") or {}).get(TAPS) or []
     outputs = ids[:1] == [1]
     return [int(each) + outputs for each in ids]
 
@@ -309,7 +310,7 @@ def _document(head: HeadCheckpoint, num_draft: int) -> dict[str, Any]:
         "mlp_bias": False,
         "norm_before_residual": head.spec.norm_before_residual,
         **({"norm_output": True} if head.spec.recycle == "post_norm" else {}),
-        "eagle_aux_hidden_state_layer_ids": list(tapped_layers(head.spec.tap)),
+        TAPS: list(tapped_layers(head.spec.tap)),
         "torch_dtype": "bfloat16",
         OURS: {"trunk": head.trunk, "trunk_fingerprint": head.trunk_fingerprint, "training": dict(head.training)},
     }
@@ -349,7 +350,7 @@ EAGLE3 = DrafterFormat(
     speculators=("eagle3",),
     gguf=("eagle3",),
     architectures=("eagle3",),
-    keys=("draft_vocab_size", "eagle_config", "eagle_aux_hidden_state_layer_ids"),
+    keys=("draft_vocab_size", "eagle_config", TAPS),
     markers=("midlayer.self_attn.q_proj.weight", "model.midlayer.self_attn.q_proj.weight", "d2t", "model.d2t"),
     renamed=(("midlayer.", "layers.0."),),
     count=("num_hidden_layers",),

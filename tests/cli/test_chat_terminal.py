@@ -11,11 +11,11 @@ import sys
 import termios
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from support import PATIENCE
+from support import PATIENCE, until
 
 PROGRAM = """
 import sys, time
@@ -61,14 +61,11 @@ class Terminal:
     def type(self, text: str) -> None:
         os.write(self.main, text.encode())
 
-    def press_until(self, key: str, text: str) -> None:
-        """A key pressed between the prompt and the reading of a line may be lost."""
-        for seconds in (20, 20, PATIENCE):
-            self.type(key)
-            with suppress(AssertionError):
-                self.wait_for(text, seconds)
-                return
-        raise AssertionError(f"{text!r} is not in {self.shown!r}")
+    def press_ctrl_c(self) -> None:
+        """Once the chat sleeps: a signal between the prompt and the reading of a line waits for the next key."""
+        state = Path(f"/proc/{self.process.pid}/stat")
+        until(lambda: state.read_text().rpartition(")")[2].split()[0] == "S")
+        self.type("\x03")
 
     def wait_for(self, text: str, seconds: float = PATIENCE) -> str:
         """What is shown until `text` is, which is taken away."""
@@ -112,9 +109,11 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(terminal: Terminal) -> None:
     terminal.type("And now?\r")
     terminal.wait_for("blue.")
     terminal.wait_for("> ")
-    terminal.press_until("\x03", "Ctrl-C again")
+    terminal.press_ctrl_c()
+    terminal.wait_for("Ctrl-C again")
     terminal.wait_for("> ")
-    terminal.press_until("\x03", "interrupted")
+    terminal.press_ctrl_c()
+    terminal.wait_for("interrupted")
     assert terminal.process.wait(PATIENCE) == 130
 
 

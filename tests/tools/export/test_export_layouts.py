@@ -1,6 +1,7 @@
 """`headstart export` to EAGLE, speculators and GGUF: where the formula allows it, by tables; where not, the reason."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -376,3 +377,21 @@ def test_a_trained_eagle3_head_gets_the_trunks_lm_head(layout: str, tmp_path: Pa
     rows = raw_lm_head(model.weights, model.config).take_rows(ids).float32()
     np.testing.assert_allclose(found.tensors["lm_head.weight"].float32(), rows, rtol=2**-8)
     assert attach_head(model, out).lm_head is not None
+
+
+def test_layers_of_a_specforge_head_get_vllms_numbers(tmp_path: Path) -> None:
+    """Ids in `eagle_config` that begin with 1 count outputs; vLLM would read the input of that layer."""
+    folder = support.write_model(tmp_path / "model", *support.family_of("llama").tiny(num_hidden_layers=4))
+    model = load_model(str(folder), EngineConfig(backend="reference", threads=1))
+    spec = replace(support.eagle3_spec(model), tap=(2, 3))
+    head = HeadCheckpoint(spec=spec, hidden_size=model.config.hidden_size, vocab_size=model.config.vocab_size)
+    published = tmp_path / "published"
+    write_head(tmp_path / "head", head, support.eagle3_arrays(model, spec))
+    run(ExportOptions(model=str(folder), head=tmp_path / "head", to="vllm-eagle3", out=published))
+    config = json.loads((published / "config.json").read_text())
+    assert config.pop("eagle_aux_hidden_state_layer_ids") == [2, 3]
+    config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [1, 2]}
+    (published / "config.json").write_text(json.dumps(config))
+    run(ExportOptions(model=str(folder), head=published, to="vllm-eagle3", out=tmp_path / "out"))
+    found = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert found == config | {"eagle_aux_hidden_state_layer_ids": [2, 3]}  # at the top level, which vLLM reads first

@@ -13,6 +13,7 @@ from headstart.errors import ModelError
 from headstart.formats.base import Checkpoint
 from headstart.formats.safetensors import Planned
 from headstart.formats.sizes import text_config
+from headstart.heads.eagle3 import TAPS
 from headstart.heads.layouts.writing import as_speculators, speculators_config
 from headstart.layers.decoder import tapped_layers
 from headstart.models.families import family_named, mtp_families
@@ -30,7 +31,7 @@ SERVE = "vllm serve {out}"
 FINETUNE = "speculators: MTPDraftModel.from_pretrained('{out}')"
 NORMS = ("norm_before_fc", "fc_norm", "norm_output")  # keys of EAGLE-3.1
 OUTSIDE = (
-    "architectures", "model_type", "headstart", "eagle_aux_hidden_state_layer_ids", "target_hidden_size",
+    "architectures", "model_type", "headstart", TAPS, "target_hidden_size",
     "eagle_config", "transformer_layer_config", "speculators_model_type", "speculators_config", *NORMS,
 )  # fmt: skip
 
@@ -68,7 +69,7 @@ def _eagle3(source: ExportSource) -> Plan:
         "target_hidden_size": source.sizes.hidden_size,
         "norm_before_residual": head.spec.norm_before_residual,
         **{key: flat[key] for key in NORMS if key in flat},
-        **({"eagle_aux_hidden_state_layer_ids": taps} if taps else {}),
+        **({TAPS: taps} if taps else {}),
         "transformer_layer_config": {**inner, "model_type": "qwen3" if inner.get("model_type") == "qwen3" else "llama"},
     }
     plan = single_file([replace(each, name=re.sub(r"^midlayer\.", LAYER, each.name)) for each in files], config, SERVE)

@@ -7,8 +7,9 @@ from headstart.errors import ModelError
 from headstart.formats.json_object import read_object
 from headstart.formats.safetensors import Planned, copied
 from headstart.formats.safetensors_file import read_file
-from headstart.heads.eagle3 import published
+from headstart.heads.eagle3 import TAPS, published
 from headstart.heads.published import MARK
+from headstart.layers.decoder import tapped_layers
 from headstart.tools.export.blocks import planned_tensors
 from headstart.tools.export.plan import Plan, single_file, vllm_use
 from headstart.tools.export.source import ExportRequest, ExportSource
@@ -27,12 +28,14 @@ def plan(request: ExportRequest) -> Plan:
 
 
 def published_files(source: ExportSource) -> tuple[Mapping[str, Any], list[Planned]]:
-    """Returns config.json and tensors of an EAGLE-3 head under published names; those of a published directory are kept
-    as they are."""
+    """Returns config.json and tensors of an EAGLE-3 head under published names. A published directory gets only a list
+    of layers: vLLM reads the one in `eagle_config` with other numbers than SpecForge (see heads/eagle3.py)."""
     document = read_object(source.head_path / "config.json")
     if MARK in document:
         document, named = published(source.head, source.head_tensors)
         return document, planned_tensors(named)
+    if taps := tapped_layers(source.head.spec.tap):
+        document = {**document, TAPS: list(taps)}
     return document, [copied(*each) for each in read_file(source.head_path / "model.safetensors").items()]
 
 
