@@ -26,6 +26,19 @@ class UsageError(HeadstartError):
     """A flag, parameter or request value is wrong."""
 
 
+class ParameterError(UsageError):
+    """The value of one parameter is wrong. The message begins with the parameter's name."""
+
+    def __init__(self, param: str, problem: str, hint: str = "") -> None:
+        super().__init__(f"{param} {problem}", hint)
+        self.param = param
+        self.problem = problem
+
+    def renamed(self, param: str) -> "ParameterError":
+        """The error under the name that the caller of another interface gave."""
+        return ParameterError(param, self.problem, self.hint)
+
+
 class ModelError(HeadstartError):
     """A checkpoint, head or tokenizer cannot be read, is unknown or does not fit."""
 

@@ -9,7 +9,7 @@ from functools import cache
 from numbers import Integral, Real
 from typing import Any, Literal
 
-from headstart.errors import UsageError, quoted
+from headstart.errors import ParameterError, quoted
 
 MAX_VALUE = 1e18  # upper bound of numbers without one of their own
 Kind = Literal["number", "integer", "boolean", "texts", "token_ids", "token_numbers"]
@@ -64,7 +64,7 @@ def _parameter(default: Any, help: str, **row: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request picks its tokens. Raises UsageError for a value of another type or outside its range.
+    """How one request picks its tokens. Raises ParameterError for a value of another type or outside its range.
     Lists become tuples; one text stands for a list of one."""
 
     max_tokens: int = _parameter(
@@ -133,7 +133,7 @@ class SamplingParams:
                 _CHECKS[row.kind](self, row, value)
         _check_range("min_tokens", self.min_tokens, 0, self.max_tokens, "min_tokens cannot exceed max_tokens")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise UsageError("allowed_token_ids is empty", "leave it out, or allow at least one token")
+            raise ParameterError("allowed_token_ids", "is empty", "leave it out, or allow at least one token")
 
     def _check_number(self, row: Parameter, value: Any) -> None:
         _check_range(row.name, value, row.low, row.high, row.hint)
@@ -144,15 +144,15 @@ class SamplingParams:
 
     def _check_token_numbers(self, row: Parameter, value: Any) -> None:
         if not isinstance(value, Mapping):
-            raise UsageError(f"{row.name} is {quoted(value)}, but must be a mapping", "token id: bias")
+            raise ParameterError(row.name, f"is {quoted(value)}, but must be a mapping", "token id: bias")
         for token, number in value.items():
-            _check_whole(f"a token of {row.name}", token)
-            _check_range(f"{row.name}[{token}]", number, row.low, row.high)
+            if not isinstance(token, Integral) or isinstance(token, bool):
+                raise ParameterError(row.name, f"has the key {quoted(token)}, but keys are token ids")
+            _check_range(row.name, number, row.low, row.high, verb=f"of token {token} is")
 
     def _check_texts(self, row: Parameter, value: Any) -> None:
         if any(not text for text in self._as_tuple(row, str, "a text or a list of texts")):
-            what = {"stop": "stop string", "bad_words": "bad word"}.get(row.name, f"text of {row.name}")
-            raise UsageError(f"a {what} is empty", "leave it out")
+            raise ParameterError(row.name, "has an empty text", "leave it out")
 
     def _check_token_ids(self, row: Parameter, value: Any) -> None:
         self._as_tuple(row, Integral, "a list of token ids")
@@ -162,10 +162,10 @@ class SamplingParams:
         value: Any = getattr(self, row.name)
         values = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else None
         if values is None or isinstance(value, bytes | Mapping):
-            raise UsageError(f"{row.name} is {quoted(value)}, but must be {wanted}")
+            raise ParameterError(row.name, f"is {quoted(value)}, but must be {wanted}")
         for each in values:
             if not isinstance(each, kind) or isinstance(each, bool):
-                raise UsageError(f"{row.name} holds {quoted(each)}, but must be {wanted}")
+                raise ParameterError(row.name, f"holds {quoted(each)}, but must be {wanted}")
         object.__setattr__(self, row.name, values)
         return values
 
@@ -200,7 +200,7 @@ def recommended_names() -> list[str]:
 
 
 def recommended(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """SamplingParams fields that a model's generation_config.json sets. Raises UsageError for values out of range.
+    """SamplingParams fields that a model's generation_config.json sets. Raises ParameterError for values out of range.
 
     Read as vLLM reads it: `do_sample` may be absent. Where it is false, decoding is greedy (transformers)."""
     found = {name: generation_config[name] for name in recommended_names() if generation_config.get(name) is not None}
@@ -215,13 +215,14 @@ def recommended(generation_config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_whole(name: str, value: Any) -> None:
     if not isinstance(value, Integral) or isinstance(value, bool):
-        raise UsageError(f"{name} is {quoted(value)}, but must be a whole number")
+        raise ParameterError(name, f"is {quoted(value)}, but must be a whole number")
 
 
-def _check_range(name: str, value: Any, low: float, high: float, hint: str = "") -> None:
+def _check_range(name: str, value: Any, low: float, high: float, hint: str = "", verb: str = "is") -> None:
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number:
-        raise UsageError(f"{name} is {quoted(value)}, but must be a number", hint)
-    if not low <= value <= (MAX_VALUE if high == math.inf else high):  # NaN is in no range
-        bound = f"at least {low:g}" if high == math.inf else f"between {low:g} and {high}"
-        raise UsageError(f"{name} is {value}, but must be a finite number {bound}", hint)
+        raise ParameterError(name, f"{verb} {quoted(value)}, but must be a number", hint)
+    most = MAX_VALUE if high == math.inf else high
+    if not low <= value <= most:  # NaN is in no range
+        bound = f"at least {low:g}" if high == math.inf and value < low else f"between {low:g} and {most}"
+        raise ParameterError(name, f"{verb} {value}, but must be {bound}", hint)

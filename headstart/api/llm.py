@@ -29,7 +29,7 @@ from headstart.engine.build import build_engine, change_head, identity
 from headstart.engine.calibrate import known_costs
 from headstart.engine.load import Model, load_model, with_head
 from headstart.engine.shared import SharedEngine
-from headstart.errors import ModelError, UsageError, did_you_mean
+from headstart.errors import ModelError, ParameterError, UsageError, did_you_mean
 from headstart.hub import chat_sampling
 from headstart.params import parameters, recommended
 from headstart.text.chat import ChatTemplate
@@ -323,7 +323,7 @@ class LLM:
         size = self.model.config.vocab_size
         for name in [row.name for row in parameters().values() if row.kind in ("token_ids", "token_numbers")]:
             if unknown := [token for token in getattr(params, name) or () if not 0 <= token < size]:
-                raise UsageError(f"{name} names token {unknown[0]}, but ids end at {size - 1}")
+                raise ParameterError(name, f"names token {unknown[0]}, but ids end at {size - 1}")
         seed = next((s for s in (params.seed, self.config.seed) if s is not None), None)
         ends = frozenset() if params.ignore_eos and spec is None else self.tokenizer.eos_ids
         stop_ids = ends | frozenset(params.stop_token_ids)

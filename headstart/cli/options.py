@@ -19,7 +19,7 @@ from headstart.config import (
     flag_of,
     parse_speculative_config,
 )
-from headstart.errors import UsageError
+from headstart.errors import ParameterError, UsageError
 from headstart.params import Parameter, SamplingParams, parameters
 
 if TYPE_CHECKING:
@@ -128,7 +128,10 @@ class SamplingOptions(OptionGroup):
 
     def params(self, seed: int | None, recommended: Mapping[str, Any] | None = None) -> SamplingParams:
         """With the model's recommended values where none is given. Raises UsageError for a value out of range."""
-        return SamplingParams(**{**(recommended or {}), **self.given}, seed=seed)
+        try:
+            return SamplingParams(**{**(recommended or {}), **self.given}, seed=seed)
+        except ParameterError as error:
+            raise error.renamed(parameters()[error.param].flag or error.param) from None
 
 
 def _bias(text: str) -> tuple[int, float]:

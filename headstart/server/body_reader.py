@@ -10,7 +10,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -34,8 +34,16 @@ CLOSE = {"Connection": "close"}
 BROWSER_HEADERS = ("origin", "sec-fetch-site", "referer")
 """A cross-origin request of a web page has at least one of these headers."""
 _MARK = re.compile(rb'[",:\[{]')  # JSON punctuation that _check_size counts, and the quote that begins a string
-_OBJECT_ERRORS = ("model_type", "model_attributes_type", "dict_type")
-"""Pydantic's error types whose messages name Python types; clients get "Input should be an object" instead."""
+_TYPES = {
+    "string_type": "a text", "int_type": "a whole number", "int_from_float": "a whole number", "float_type": "a number",
+    "bool_type": "true or false", "list_type": "a list", "model_type": "an object",
+    "model_attributes_type": "an object", "dict_type": "an object",
+}  # fmt: skip
+"""Pydantic's error types for values of a wrong type -> the type that is wanted."""
+_BOUNDS = {"greater_than_equal": ("ge", "at least"), "less_than_equal": ("le", "at most")}
+"""Pydantic's error types for numbers out of range -> member of the context, and words for the bound."""
+_LENGTHS = {"too_long": "elements", "string_too_long": "characters"}
+"""Pydantic's error types for values that are too long -> what is counted."""
 _STRING = re.compile(rb'(?:[^"\\]++|\\.){1,2048}+', re.DOTALL)
 """Up to 2048 characters of a string. Matching in parts lets other threads run in between."""
 _COUNTED = (
@@ -220,16 +228,43 @@ def validate(document: Any, model: type[Model]) -> Model:
         return model.model_validate(document)
     except ValidationError as error:
         # unions have an error for every member: prefer the deepest, and among those one that is not about the type
-        found = [(_place(each, document), each) for each in error.errors(include_url=False, include_input=False)]
-        deepest, worst = max(found, key=lambda each: (len(each[0]), not each[1]["type"].endswith("_type")))
+        found = [(*_place(each, document), each) for each in error.errors(include_url=False, include_input=False)]
+        deepest, value, worst = max(found, key=lambda each: (len(each[0]), each[2]["type"] not in _TYPES))
         place = limits.shortened(".".join(deepest), 200)
-        said = worst["msg"].removeprefix("Value error, ")
-        said = "Input should be an object" if worst["type"] in _OBJECT_ERRORS else limits.shortened(said, 300)
-        raise BodyError(f"{place or 'the body'}: {said}", place or None) from None
+        types = [_TYPES[each["type"]] for at, _, each in found if at == deepest and each["type"] in _TYPES]
+        raise BodyError(f"{place or 'the body'}{_problem(worst, types, value)}", place or None) from None
 
 
-def _place(error: ErrorDetails, document: Any) -> list[str]:
-    """The path of an error in the document, without the union members that Pydantic's own path contains."""
+def _problem(error: ErrorDetails, types: Sequence[str], value: Any) -> str:
+    """The end of a message that begins with the place of an error. `types`: of the members of a union."""
+    kind, context = error["type"], error.get("ctx", {})
+    if kind == "missing":
+        return " is missing"
+    if kind in ("too_short", "string_too_short"):  # all minimum lengths are 1
+        return " is empty"
+    if kind in _LENGTHS:
+        return f" has {len(value)} {_LENGTHS[kind]}, but may have at most {context['max_length']}"
+    if kind in _TYPES:
+        wanted = [each for each in dict.fromkeys(types) if each != "a whole number" or "a number" not in types]
+        return f" is {_shown(value)}, but must be {' or '.join(wanted)}"
+    if kind == "literal_error":
+        return f" is {_shown(value)}, but must be {context['expected']}"
+    if kind in _BOUNDS:
+        member, words = _BOUNDS[kind]
+        return f" is {_shown(value)}, but must be {words} {context[member]}"
+    return f": {limits.shortened(error['msg'].removeprefix('Value error, '), 300)}"
+
+
+def _shown(value: Any) -> str:
+    """A value of a body as an error names it."""
+    if isinstance(value, str):
+        return repr(limits.shortened(value))
+    return "an object" if isinstance(value, dict) else "a list" if isinstance(value, list) else json.dumps(value)
+
+
+def _place(error: ErrorDetails, document: Any) -> tuple[list[str], Any]:
+    """The path of an error in the document, without the union members that Pydantic's own path contains, and the value
+    there."""
     place, location = [], error["loc"]
     for number, part in enumerate(location, 1):
         inside = isinstance(document, dict) and part in document
@@ -239,7 +274,7 @@ def _place(error: ErrorDetails, document: Any) -> list[str]:
             document = document[part]
         if inside or (number == len(location) and error["type"] == "missing"):
             place.append(str(part))
-    return place
+    return place, document
 
 
 def read_json(data: bytes) -> Any:

@@ -1,4 +1,4 @@
-"""Error responses, in the shape of the API that was called: OpenAI's, except for the paths of `_SHAPES`."""
+"""Error responses, in the shape of the API that was called: OpenAI's, except for the paths of `_APIS`."""
 
 import logging
 import math
@@ -10,7 +10,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from headstart.errors import BusyError, HeadstartError, LimitError, UsageError, status_of
+from headstart.errors import BusyError, HeadstartError, LimitError, ParameterError, UsageError, status_of
+from headstart.params import names_in
 from headstart.server import limits
 
 log = logging.getLogger("headstart.server")
@@ -32,8 +33,7 @@ class BodyError(UsageError):
 def error_body(message: str, status: int, param: str | None = None, path: str = "") -> dict[str, Any]:
     """The JSON of an error, in the shape of the API at `path`."""
     shown = limits.shortened(message, limits.MESSAGE)
-    shape = next((shape for start, shape in _SHAPES if path.startswith(start)), _openai)
-    return shape(shown, status, param)
+    return _api_of(path)[0](shown, status, param)
 
 
 def _openai(message: str, status: int, param: str | None) -> dict[str, Any]:
@@ -52,13 +52,23 @@ def _ollama(message: str, status: int, param: str | None) -> dict[str, Any]:
 
 
 Shape = Callable[[str, int, str | None], dict[str, Any]]
-_SHAPES: tuple[tuple[str, Shape], ...] = (("/v1/messages", _anthropic), ("/api/", _ollama))
+_APIS: tuple[tuple[str, Shape, str], ...] = (
+    ("/v1/messages", _anthropic, "anthropic"), ("/v1/responses", _openai, "responses"), ("/api/", _ollama, "ollama"),
+)  # fmt: skip
+"""Start of the path, shape of the errors, and name in `Parameter.names`."""
+
+
+def _api_of(path: str) -> tuple[Shape, str]:
+    return next(((shape, api) for start, shape, api in _APIS if path.startswith(start)), (_openai, ""))
 
 
 def error_response(error: HeadstartError, path: str = "") -> tuple[int, dict[str, Any]]:
     """HTTP status and JSON body of an error, in the shape of the API at `path`."""
     status = status_of(error).http
-    return status, error_body(str(error), status, error.param if isinstance(error, BodyError) else None, path)
+    if isinstance(error, ParameterError):
+        error = error.renamed(names_in(_api_of(path)[1]).get(error.param, error.param))
+    param = error.param if isinstance(error, BodyError | ParameterError) else None
+    return status, error_body(str(error), status, param, path)
 
 
 def install_handlers(app: FastAPI) -> None:

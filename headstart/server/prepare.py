@@ -12,7 +12,7 @@ from typing import Any
 from headstart.api import LLM
 from headstart.api.images import EncodedPrompt, check_tower, data_of, encode_images, split_images
 from headstart.core import Request, SamplingParams
-from headstart.errors import CapacityError, ModelError, UsageError
+from headstart.errors import CapacityError, ModelError, ParameterError, UsageError, quoted
 from headstart.params import parameters
 from headstart.server import limits
 from headstart.server.accounts import Account
@@ -381,7 +381,18 @@ def _params(
             given[row.name] = given[row.name] % row.http_modulus if row.http_modulus else row.low
     chosen = {name: value for name, value in given.items() if value is not None}
     recommended = llm.chat_sampling if isinstance(body, ChatRequest) else llm.recommended
-    return SamplingParams(**{**HTTP_DEFAULTS, **recommended, **chosen})
+    try:
+        return SamplingParams(**{**HTTP_DEFAULTS, **recommended, **chosen})
+    except ParameterError as error:
+        raise error.renamed(_chat_names(body).get(error.param, error.param)) from None
+
+
+def _chat_names(body: Common) -> dict[str, str]:
+    """Sampling parameters that a chat request names otherwise."""
+    if not isinstance(body, ChatRequest):
+        return {}
+    names = {"logprobs": "top_logprobs"}
+    return names if body.max_completion_tokens is None else names | {"max_tokens": "max_completion_tokens"}
 
 
 def _logit_bias(given: Mapping[str, float] | None) -> dict[int, float] | None:
@@ -389,8 +400,11 @@ def _logit_bias(given: Mapping[str, float] | None) -> dict[int, float] | None:
         return None
     try:
         return {int(token): float(bias) for token, bias in given.items()}
-    except (ValueError, OverflowError) as error:
-        raise UsageError(f"logit_bias: {limits.shortened(str(error))}", "keys are token ids") from None
+    except ValueError:
+        wrong = next(token for token in given if not token.lstrip("+-").isdigit())
+        raise ParameterError("logit_bias", f"has the key {quoted(wrong)}, but keys are token ids") from None
+    except OverflowError:
+        raise ParameterError("logit_bias", "has a number that is too large") from None
 
 
 def _depth(body: Common) -> int | None:

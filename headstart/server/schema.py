@@ -155,7 +155,7 @@ class ResponseFormat(Body):
 def _bias_of(value: Any) -> Any:
     """Check logit_bias here, since Pydantic would report an error for every member."""
     if not isinstance(value, dict):
-        raise ValueError("it must be an object: token id -> number")
+        raise ValueError("it must be an object from token ids to numbers")
     if len(value) > limits.LOGIT_BIAS:
         raise ValueError(f"it has {len(value)} members, but may have {limits.LOGIT_BIAS}")
     for key, bias in value.items():
@@ -319,6 +319,12 @@ class Message(Body):
     role: Name
     content: StrictStr | Annotated[Many[ContentPart], Field(max_length=limits.MESSAGES)] | None = None
     tool_calls: Annotated[Many[dict[str, Any]], Field(max_length=limits.TOOLS)] | None = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Self:
+        if self.role == "user" and self.content is None:
+            raise ValueError("a user message has no content")
+        return self
 
 
 Messages = Annotated[Many[Message], Field(min_length=1, max_length=limits.MESSAGES)]

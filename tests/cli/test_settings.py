@@ -99,7 +99,7 @@ def test_what_comes_first_hides_what_says_the_same(fake_llm: Any, monkeypatch: p
     ("headstart.toml", "[generate]\ndepth = 17", ("--depth is 17", "--depth is set by headstart.toml [generate])")),
     ("HEADSTART_THREDS", "4", ("HEADSTART_THREDS is no setting", "did you mean HEADSTART_THREADS?")),
     ("HEADSTART_THREADS", "x", ("--threads is 'x', but must be", "--threads is set by HEADSTART_THREADS)")),
-    ("HEADSTART_TOP_P", "2", ("top_p is 2", "")),
+    ("HEADSTART_TOP_P", "2", ("--top-p is 2", "--top-p is set by HEADSTART_TOP_P)")),
     ("HEADSTART_RAW", "maybe", ("HEADSTART_RAW is 'maybe', but must be true or false", "")),
     ("HEADSTART_STOP", "[1", ("HEADSTART_STOP is '[1', which is no list", "")),
     ("HEADSTART_CONFIG", "none.toml", ("cannot read none.toml: No such file", "")),

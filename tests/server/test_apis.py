@@ -48,6 +48,8 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     (TEXT, {"prompt": "x", "guided_choice": ["a"], "guided_regex": "a"}, 400, "several"),
     (CHAT, {"messages": []}, 400, "messages"),
     (CHAT, {"messages": "hi"}, 400, "messages"),
+    (CHAT, {"messages": ASK, "max_completion_tokens": 0}, 400, "max_completion_tokens is 0, but must be at least 1"),
+    (CHAT, {"messages": ASK, "logprobs": True, "top_logprobs": 99}, 400, "top_logprobs is 99"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
     (CHAT, {"messages": ASK, "top_logprobs": 2}, 400, "logprobs"),
     (CHAT, {"messages": ASK, "tool_choice": "required"}, 400, "tools"),
@@ -121,6 +123,8 @@ def test_what_is_wrong_is_named_in_the_apis_own_shape(server: Server) -> None:
         assert answer.status_code == status, (path, body, answer.text)
         assert says in error_in(path, answer.json()), (path, body)
         assert "Traceback" not in answer.text
+    wrong = server.post(CHAT, messages=ASK, logprobs=True, top_logprobs=99)
+    assert wrong.json()["error"]["param"] == "top_logprobs"
     for path in LONG:
         content = server.client.post(path, content=b"{", headers={"Content-Type": "application/json"})
         assert "JSON" in error_in(path, content.json())

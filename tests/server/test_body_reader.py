@@ -29,15 +29,23 @@ def test_null_is_what_was_not_said(model: type[Body]) -> None:
 
 
 @pytest.mark.parametrize(("model", "body", "says"), [
-    (ChatRequest, HI | {"tool_choice": "maybe"}, "tool_choice: Input should be 'none', 'auto' or 'required'"),
-    (ChatRequest, HI | {"tool_choice": {"type": "x"}}, "tool_choice.type: Input should be 'function'"),
-    (ChatRequest, HI | {"tool_choice": {}}, "tool_choice.function: Field required"),
-    (ChatRequest, HI | {"response_format": "json"}, "response_format: Input should be an object"),
-    (ChatRequest, {"messages": ["x"]}, "messages.0: Input should be an object"),
-    (ChatRequest, {"messages": [{"content": "x"}]}, "messages.0.role: Field required"),
-    (ChatRequest, HI | {"stop": [5]}, "stop.0: Input should be a valid string"),
-    (ChatRequest, [], "the body: Input should be an object"),
-    (ResponsesRequest, {"input": []}, "input: List should have at least 1 item"),
+    (ChatRequest, HI | {"tool_choice": "maybe"}, "tool_choice is 'maybe', but must be 'none', 'auto' or 'required'"),
+    (ChatRequest, HI | {"tool_choice": {"type": "x"}}, "tool_choice.type is 'x', but must be 'function'"),
+    (ChatRequest, HI | {"tool_choice": {}}, "tool_choice.function is missing"),
+    (ChatRequest, HI | {"response_format": "json"}, "response_format is 'json', but must be an object"),
+    (ChatRequest, {"messages": ["x"]}, "messages.0 is 'x', but must be an object"),
+    (ChatRequest, {"messages": [{"content": "x"}]}, "messages.0.role is missing"),
+    (ChatRequest, HI | {"stop": [5]}, "stop.0 is 5, but must be a text"),
+    (ChatRequest, HI | {"stop": 5}, "stop is 5, but must be a text or a list"),
+    (ChatRequest, HI | {"stop": ["x"] * 300}, "stop has 300 elements, but may have at most 256"),
+    (ChatRequest, HI | {"temperature": "hot"}, "temperature is 'hot', but must be a number"),
+    (ChatRequest, HI | {"temperature": True}, "temperature is true, but must be a number"),
+    (ChatRequest, HI | {"n": 1.5}, "n is 1.5, but must be a whole number"),
+    (ChatRequest, HI | {"stream": []}, "stream is a list, but must be true or false"),
+    (ChatRequest, HI | {"truncate_prompt_tokens": -5}, "truncate_prompt_tokens is -5, but must be at least -1"),
+    (ChatRequest, {"messages": [{"role": "user", "contents": "x"}]}, "messages.0: a user message has no content"),
+    (ChatRequest, [], "the body is a list, but must be an object"),
+    (ResponsesRequest, {"input": []}, "input is empty"),
 ])  # fmt: skip
 def test_the_place_and_the_type_are_named(model: type[Body], body: Any, says: str) -> None:
     with pytest.raises(BodyError) as told:

@@ -210,7 +210,7 @@ def _joined(turn: Json, more: Json) -> Json:
 def _other(item: InputItem, place: str) -> Json:
     if item.type == "message":
         if item.role is None:
-            raise BodyError(f"{place}.role: Field required", f"{place}.role")
+            raise BodyError(f"{place}.role is missing", f"{place}.role")
         return {"role": item.role, "content": _content(item.content, place)}
     if item.type == "function_call_output":
         return {"role": "tool", "tool_call_id": item.call_id or "", "content": _content(item.output, place)}
@@ -263,7 +263,7 @@ def _format(wanted: TextFormat | None) -> Json | None:
     if wanted is None:
         return None
     if wanted.schema_ is None and wanted.type == "json_schema":
-        raise BodyError("text.format.schema: Field required", "text.format.schema")
+        raise BodyError("text.format.schema is missing", "text.format.schema")
     return {"type": wanted.type, "schema": wanted.schema_}
 
 
