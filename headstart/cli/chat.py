@@ -16,7 +16,6 @@ from headstart.cli.generate import WordWrap, print_stream
 from headstart.cli.options import EngineOptions, ModelOptions, SamplingOptions, read_template, with_adapted
 from headstart.cli.parser import command, option
 from headstart.cli.render import print_error, print_note, progress
-from headstart.cli.settings import suggest
 from headstart.errors import CapacityError, UsageError, did_you_mean
 from headstart.files import user_path, write_atomic
 from headstart.hub import DEFAULT_MODEL, DEMO_NOTE
@@ -57,8 +56,11 @@ class ChatFlags(ModelOptions):
 )
 def run(flags: ChatFlags, sampling: SamplingOptions, engine: EngineOptions) -> int:
     """Chat with a model; reads lines from a terminal or a pipe."""
-    if sampling.params(engine.config.seed).n > 1:
+    given = sampling.params(engine.config.seed)
+    if given.n > 1:
         raise UsageError("chat gives one answer per turn", "leave out --n")
+    if given.logprobs is not None:
+        raise UsageError("chat prints no logprobs", "leave out --logprobs; headstart generate --json has them")
 
     template = read_template(flags.chat_template)
 
@@ -265,7 +267,8 @@ def _set(session: ChatSession, rest: str) -> None:
     elif name == SYSTEM:
         session.system = text or None
     elif name not in PARAMETERS:
-        raise UsageError(f"{name} cannot be set", suggest(name, (*PARAMETERS, SYSTEM)))
+        hint = did_you_mean(name, (*PARAMETERS, SYSTEM)) or "/set lists the settings"
+        raise UsageError(f"{name} cannot be set", hint)
     elif name == "seed" and text == NO_SEED:
         session.params = replace(session.params, seed=None)
     else:

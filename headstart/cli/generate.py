@@ -54,7 +54,8 @@ def run(
         hint = f"for a prompt: headstart generate --prompt {shlex.quote(model)}"
         raise UsageError(f"{model!r} is no model", hint)
     prompt = prompts.text()
-    sampling.params(engine.config.seed)  # errors come before a model is loaded
+    if sampling.params(engine.config.seed).logprobs is not None and not output.as_json:  # before a model is loaded
+        raise UsageError("--logprobs is given, but only the JSON document has them", "add --json")
     images = attached.read()
 
     from headstart.api import LLM
@@ -73,7 +74,7 @@ def run(
         for index, choice in enumerate(completion.choices):
             print(f"--- {index + 1} of {len(completion.choices)} ---")
             print(choice.text)
-        print_note(summary(completion))
+            print_note(summary(choice))
     return 0
 
 
@@ -85,7 +86,10 @@ def completion_document(completion: Completion) -> dict[str, Any]:
     """The document of `generate --json`; with `logprobs` and `choices` only if they were requested."""
     document: dict[str, Any] = {
         **{name: getattr(completion, name) for name in ("text", "token_ids", "finish_reason", "seed")},
-        "usage": {name: completion.usage[name] for name in ("prompt_tokens", "completion_tokens")},
+        "usage": {
+            "prompt_tokens": completion.usage["prompt_tokens"],
+            "completion_tokens": sum(choice.usage["completion_tokens"] for choice in completion.choices),
+        },
         "speculation": completion.speculation.document(completion.method),
         "timing": {name: completion.timing[name] for name in ("load_s", "ttft_s", "decode_s", "decode_tokens_per_s")},
     }
@@ -117,13 +121,15 @@ def print_stream(
 
 
 def summary(completion: Completion) -> str:
-    """One line with tokens, speed and acceptance length."""
+    """One line with tokens, speed, acceptance length, and whether a limit ended the text."""
     stats, tokens = completion.speculation, completion.usage["completion_tokens"]
     parts = [f"{tokens} token{'' if tokens == 1 else 's'}"]
     if tokens > 1:  # the first one belongs to the prompt
         parts.append(f"{completion.timing['decode_tokens_per_s']:.1f} tokens/s")
     if stats.drafts:
         parts.append(f"acceptance length {stats.acceptance_length:.2f} ({completion.method})")
+    if completion.is_truncated:
+        parts.append("cut off by max_tokens or the context length")
     if stats.synthetic:
         parts.append(synthetic_note(stats.synthetic))
     return ", ".join(parts)

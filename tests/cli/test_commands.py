@@ -65,7 +65,29 @@ def test_generate_json_with_choices_and_logprobs(fake_llm: Any, capsys: Capture)
     assert main(["generate", "-p", "Why?", "--json", "--n", "2", "--logprobs", "1"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert [choice["index"] for choice in document["choices"]] == [0, 1]
+    assert document["usage"]["completion_tokens"] == 8
     assert document["logprobs"][0] == {"token": 0, "logprob": -0.5, "top": [[0, -0.5]]}
+
+
+def test_generate_prints_a_summary_of_each_choice(fake_llm: Any, capsys: Capture) -> None:
+    assert main(["generate", "-p", "Why?", "--n", "2"]) == 0
+    assert capsys.readouterr().err.count("4 tokens, 30.0 tokens/s") == 2
+
+
+def test_logprobs_need_json(fake_llm: Any, capsys: Capture) -> None:
+    assert main(["generate", "-p", "Why?", "--logprobs", "1"]) == 2
+    assert error_lines(capsys) == [
+        "headstart: error: --logprobs is given, but only the JSON document has them", "hint: add --json",
+    ]  # fmt: skip
+    assert not fake_llm.asked
+
+
+def test_a_text_that_a_limit_ended_is_reported(
+    fake_llm: Any, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setattr("headstart.api.Completion.is_truncated", True)
+    assert main(["generate", "-p", "Why?"]) == 0
+    assert capsys.readouterr().err.endswith(", cut off by max_tokens or the context length\n")
 
 
 def test_prompt_comes_from_a_file_or_stdin(
@@ -281,6 +303,7 @@ def test_images(fake_llm: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
 
 @pytest.mark.parametrize(("line", "message"), [
     ("/sat", "unknown command /sat"), ("/set temprature 1", "did you mean temperature?"),
+    ("/set foo 3", "/set lists the settings"),
     ("/set temperature hot", "temperature is 'hot', which is no number"),
     ("/set temperature -1", "temperature is -1.0"), ("/regenerate", "there is no answer yet"),
     ("/save", "/save needs the name of a file"),
