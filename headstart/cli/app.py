@@ -6,7 +6,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from headstart.cli import completion, foreign_flags, settings
 from headstart.cli.help import help_text
 from headstart.cli.parser import HELP, HELP_ALL, Command, CommandGroup, Option, ParseError, all_commands
-from headstart.cli.render import flush_all, lost_stdout, prepare_streams, print_error, stdout_error
+from headstart.cli.render import flush_all, lost_stdout, prepare_streams, print_error, print_json, stdout_error
 from headstart.cli.settings import Settings
 from headstart.errors import INTERNAL, HeadstartError, UsageError, status_of
 from headstart.system import TERMINATION_SIGNALS
@@ -82,14 +82,27 @@ def run(arguments: list[str]) -> int:
         with _interruptible():
             code = _dispatch(arguments, places)
     except HeadstartError as error:
-        print_error(settings.add_places(error.message, places), error.hint)
+        _report(settings.add_places(error.message, places), error.hint, arguments)
         code = status_of(error).exit_code
     except KeyboardInterrupt as error:
         print_error("interrupted", str(error))  # a command that can be resumed says how
         code = status_of(error).exit_code
     except Exception as error:  # noqa: BLE001  # the process edge
-        code = _system_error(error) if isinstance(error, OSError | MemoryError) else _internal_error(error)
+        lost = stdout_error() if isinstance(error, OSError) else None  # not a socket of the command
+        if lost is not None:
+            code = lost_stdout(lost)
+        else:
+            message, hint, code = _system_error(error) or _internal_error(error)
+            _report(message, hint, arguments)
     return flush_all(code)
+
+
+def _report(message: str, hint: str, arguments: list[str]) -> None:
+    """Print an error on stderr, and with --json the error's document on stdout."""
+    print_error(message, hint)
+    if "--json" in arguments:
+        with suppress(OSError):  # stdout is closed: the exit code reports the error
+            print_json({"error": {"message": message, "hint": hint}})
 
 
 def _dispatch(words: list[str], places: dict[str, str]) -> int:
@@ -165,26 +178,23 @@ def _interruptible() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _system_error(error: OSError | MemoryError) -> int:
-    """Report a full disk, a missing right or no memory in one line. Other errors of the system are bugs."""
+def _system_error(error: Exception) -> tuple[str, str, int] | None:
+    """Message, hint and exit code of a full disk, a missing right or no memory. None for other errors: bugs."""
     if isinstance(error, MemoryError):
-        print_error("the memory is full", "close other programs, or take a smaller model, context or batch")
-        return USAGE_EXIT_CODE
-    if (lost := stdout_error()) is not None:  # not a socket of the command
-        return lost_stdout(lost)
-    if error.errno not in SYSTEM_HINTS or (error.filename is None and error.errno not in WRITE_HINTS):
-        return _internal_error(error)
+        return "the memory is full", "close other programs, or take a smaller model, context or batch", USAGE_EXIT_CODE
+    if not isinstance(error, OSError) or error.errno not in SYSTEM_HINTS:
+        return None
+    if error.filename is None and error.errno not in WRITE_HINTS:
+        return None
     where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else "cannot write: "
-    print_error(f"{where}{error.strerror}", SYSTEM_HINTS[error.errno])
-    return USAGE_EXIT_CODE
+    return f"{where}{error.strerror}", SYSTEM_HINTS[error.errno], USAGE_EXIT_CODE
 
 
-def _internal_error(error: Exception) -> int:
-    """Report a bug in one line, and its traceback if TRACEBACK_VARIABLE is set."""
+def _internal_error(error: Exception) -> tuple[str, str, int]:
+    """Message, hint and exit code of a bug. Prints its traceback if TRACEBACK_VARIABLE is set."""
     if os.environ.get(TRACEBACK_VARIABLE) == "1":
         traceback.print_exc()
     where = traceback.extract_tb(error.__traceback__)[-1]
     place = f"{Path(where.filename).name}:{where.lineno}"
     hint = f"{TRACEBACK_VARIABLE}=1 shows the trace; please report it"
-    print_error(f"internal error: {type(error).__name__}: {error} ({place})", hint)
-    return INTERNAL.exit_code
+    return f"internal error: {type(error).__name__}: {error} ({place})", hint, INTERNAL.exit_code

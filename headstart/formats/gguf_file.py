@@ -121,7 +121,7 @@ class _Cursor:
 
     def plausible(self, count: int, least_bytes: int, what: str) -> None:
         if count * least_bytes > self.size - self.at:
-            raise self.fail(f"the file claims {count} {what}, more than its size allows")
+            raise self.fail(f"the file ends before its {count} {what}: it has {self.size} bytes")
 
 
 def read(path: Path) -> GgufFile:
@@ -176,11 +176,11 @@ def _tensors(cursor: _Cursor, table: list[tuple[str, tuple[int, ...], int, int]]
     start = -(-cursor.at // align) * align
     tensors: dict[str, Tensor] = {}
     file = File(cursor.path, here=len(cursor.raw) == cursor.size)
-    for name, shape, kind, offset in table:
-        dtype, size = _size(cursor, name, shape, kind)
-        begin = start + offset
-        if begin + size > cursor.size:
-            raise cursor.fail(f"tensor {name} lies at bytes {begin}..{begin + size} of {cursor.size}")
+    entries = [(name, shape, *_size(cursor, name, shape, kind), start + offset) for name, shape, kind, offset in table]
+    needed = max((begin + size for *_, size, begin in entries), default=0)
+    if needed > cursor.size:
+        raise cursor.fail(f"the file has {cursor.size} bytes, but its tensors need {needed}")
+    for name, shape, dtype, size, begin in entries:
         if name in tensors:
             raise cursor.fail(f"tensor {name} appears twice")
         seen = not file.here and begin + size <= len(cursor.raw)

@@ -60,7 +60,7 @@ def parse_header(text: bytes, file_bytes: int, where: str, file: File) -> dict[s
     header = _object(text, f"the header of {where}")
     header.pop("__metadata__", None)
     base = PREFIX + len(text)
-    tensors = {name: _tensor(where, name, row, base, file_bytes, file) for name, row in header.items()}
+    tensors = {name: _tensor(where, name, row, base, file) for name, row in header.items()}
     _check_places(where, tensors.values(), base, file_bytes)
     return tensors
 
@@ -79,7 +79,7 @@ def _object(text: bytes, where: str) -> dict[str, Any]:
     return parse_object(text, where)
 
 
-def _tensor(where: str, name: str, row: Any, base: int, file_bytes: int, file: File) -> Tensor:
+def _tensor(where: str, name: str, row: Any, base: int, file: File) -> Tensor:
     """The tensor of one header entry. Its offsets count from byte `base` of the file. Raises ModelError."""
     if not isinstance(row, dict):
         raise ModelError(f"{where}: the header entry of tensor {name} is not an object", AGAIN)
@@ -93,8 +93,8 @@ def _tensor(where: str, name: str, row: Any, base: int, file_bytes: int, file: F
     begin, end = offsets
     if type(begin) is not int or type(end) is not int or begin < 0:
         raise ModelError(f"{where}: tensor {name} has the offsets {offsets!r}", AGAIN)
-    if begin > end or end > file_bytes - base:
-        raise ModelError(f"{where}: tensor {name} lies at bytes {begin}..{end} of {file_bytes - base}", AGAIN)
+    if begin > end:
+        raise ModelError(f"{where}: tensor {name} has the offsets {offsets!r}", AGAIN)
     bits = BITS[dtype]
     wanted, rest = divmod(math.prod(shape) * bits, 8)
     if wanted != end - begin or rest or (bits < 8 and shape and shape[-1] * bits % 8):
@@ -121,6 +121,8 @@ def _check_places(where: str, tensors: Iterable[Tensor], base: int, file_bytes: 
             raise ModelError(f"{where}: bytes {end - base}..{begin - base} belong to no tensor", AGAIN)
         if begin + size > end:
             last_name, end = name, begin + size
+    if end > file_bytes:
+        raise ModelError(f"{where}: the file has {file_bytes} bytes, but its tensors need {end}", AGAIN)
     if end != file_bytes:
         raise ModelError(f"{where} has {file_bytes - end} bytes after its last tensor", AGAIN)
 

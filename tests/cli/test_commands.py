@@ -69,6 +69,14 @@ def test_generate_json_with_choices_and_logprobs(fake_llm: Any, capsys: Capture)
     assert document["logprobs"][0] == {"token": 0, "logprob": -0.5, "top": [[0, -0.5]]}
 
 
+def test_json_of_an_error_is_one_document(fake_llm: Any, capsys: Capture) -> None:
+    for words in (["--prompt", "a", "--top-p", "2"], ["--prompt", "a", "--no-such"]):
+        assert main(["generate", "--json", *words]) == 2
+        captured = capsys.readouterr()
+        error = json.loads(captured.out)["error"]
+        assert captured.err == f"headstart: error: {error['message']}\nhint: {error['hint']}\n"
+
+
 def test_generate_prints_a_summary_of_each_choice(fake_llm: Any, capsys: Capture) -> None:
     assert main(["generate", "-p", "Why?", "--n", "2"]) == 0
     assert capsys.readouterr().err.count("4 tokens, 30.0 tokens/s") == 2

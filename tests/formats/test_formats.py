@@ -137,8 +137,8 @@ def test_sharded(tmp_path: Path) -> None:
     (b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,8]}}', b"", "not valid JSON"),
     (b'{"a":1,"a":2}', b"", "twice"),
     ({"a": 3}, b"", "not an object"),
-    ({"a": entry()}, b"1234", "lies at bytes 0..8 of 4"),
-    ({"a": entry(8, 0)}, b"12345678", "lies at bytes"),
+    ({"a": entry()}, b"1234", r"the file has \d+ bytes, but its tensors need \d+"),
+    ({"a": entry(8, 0)}, b"12345678", "offsets"),
     ({"a": entry(-8, 0)}, b"12345678", "offsets"),
     ({"a": entry(0, 4)}, b"12345678", "needs 8 bytes, but has 4"),
     ({"a": entry(shape=[2**62, 2**62])}, b"12345678", "needs"),
@@ -301,7 +301,7 @@ def test_wrong_magic_version_and_byte_order(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     for blob, message in (
         (b"GGML" + bytes(40), "not a GGUF"), (b"GGUF\1\0\0\0" + bytes(40), "version 1"),
-        (b"GGUF\0\0\0\3" + bytes(40), "big-endian"), (b"GGUF\3\0\0\0" + b"\xff" * 16, "its size allows"),
+        (b"GGUF\0\0\0\3" + bytes(40), "big-endian"), (b"GGUF\3\0\0\0" + b"\xff" * 16, "the file ends before its"),
     ):  # fmt: skip
         path.write_bytes(blob)
         with pytest.raises(ModelError, match=message):
