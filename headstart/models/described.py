@@ -260,7 +260,6 @@ _FAMILIES: Mapping[str, Family] = {
     "nemotron_h_puzzle": _family("layers of several sizes (Puzzle)"),
     "pangu_ultra_moe": _family("norms on both sides of latent attention"),
     "phimoe": _family("sparse-mixer routing"),
-    "step5": _family("compressed indexers for groups of heads (CSA)", "step5_vl"),
 }
 DESCRIBED: Mapping[str, Family] = {name: replace(each, mtp=LAYOUTS.get(name)) for name, each in _FAMILIES.items()}
 """model_type -> a family that the engine cannot run; `Family.unsupported` names the missing feature."""

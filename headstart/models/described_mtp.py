@@ -150,7 +150,6 @@ LAYOUTS: Mapping[str, MTPLayout] = {
             "mtp.layers.{i}.", _inkling, first=lambda at, s, present: {"?mtp.chain_norm.weight": (s["hidden"],)}
         ),
     ),
-    "step5": MTPLayout(title="Step-5", tensors=_module(LAYER, _deepseek, _norms, _attention)),
     "dots3_note": MTPLayout(
         title="dots3_note",
         own=("embedding",),

@@ -1,10 +1,13 @@
-"""Step-3.5-Flash and the text part of Step-3.7: windows, experts, three MTP modules.
+"""Step-3.5-Flash, and the text parts of Step-3.7 and Step-5 (to 4,096 positions): windows, experts, three MTP modules.
 
 Formula: transformers 5.23 `models/step3p7`, whose text config is called step3p5. Norms are 1 + w. A layer's limit caps
 silu(gate) and clamps the other factor; routed and shared experts have limits of their own (dense layers: the latter).
 MTP modules: vLLM 0.32 `step3p5_mtp.py`, llama.cpp b11434 `step35.cpp`: the layers after the trunk's, with an LM head
 each. They read the trunk's stream before its final norm (vLLM: after it) and recycle their block's output. Draft step i
 runs module i modulo their number (vLLM).
+
+Step-5: vLLM 0.33 `models/step5`. Indexers of full layers select `topk` regions of `region_block_size` positions for
+each KV head. Contexts end where regions would be left out, so indexers are not read; `ssmax_s` is not used (vLLM).
 """
 
 import re
@@ -53,10 +56,19 @@ def parse(config: Config) -> DecoderConfig:
     heads = layers[count:]
     if any(head != heads[0] for head in heads):
         raise ModelError("config.json: MTP modules of several kinds are not supported", "see the end of layer_types")
-    return keys.decoder(
+    decoder = keys.decoder(
         ropes[FULL] if FULL in ropes else ropes[SLIDING], layers[:count], mtp_layer=heads[0] if heads else None,
         mtp_recycle=keys.mtp_recycle(config, "pre_norm"), mtp_lm_heads=modules > 0, tied=tied,
     )  # fmt: skip
+    return replace(decoder, max_length=min(decoder.max_length, _selected_length(config, decoder.max_length)))
+
+
+def _selected_length(config: Config, longest: int) -> int:
+    """Number of positions whose regions are all selected; `longest` without indexers."""
+    told = config.get("sparse_config")
+    if not isinstance(told, dict) or told.get("enabled") is False:
+        return longest
+    return number(told, "topk", default=512) * number(told, "region_block_size", default=8)
 
 
 def _of_llama_cpp(config: Config) -> bool:
@@ -66,6 +78,7 @@ def _of_llama_cpp(config: Config) -> bool:
 def _kinds(config: Config, count: int) -> list[str]:
     """SLIDING or FULL for each layer and MTP module; all are full if the config has no key for kinds."""
     kinds, flags = config.get("layer_types"), config.get("sliding_window_pattern")
+    kinds = config.get("layer_types_with_mtp") or kinds
     if kinds is None and flags is not None:  # a GGUF file's
         flags = flags if isinstance(flags, list) else [flags] * count
         kinds = [SLIDING if each else FULL for each in flags]
@@ -88,7 +101,8 @@ def _sparse(config: Config, count: int) -> list[bool]:
         kinds = [*kinds, *[DENSE] * (count - len(kinds))] if isinstance(kinds, list) else kinds
         keys.check_kinds(kinds, count, (DENSE, SPARSE))
         return [kind == SPARSE for kind in kinds]
-    listed = config.get("moe_layers_enum")
+    listed, of_step5 = config.get("moe_layers_enum"), config.get("moe_layer_list")
+    listed = of_step5 if listed is None else listed
     if listed is None:
         first = number(config, "first_k_dense_replace", default=FIRST_SPARSE, least=0)
         return [first <= i < trunk for i in range(count)]
@@ -159,7 +173,8 @@ def _attention(config: Reading, kind: str, index: int) -> AttentionConfig:
     if groups:
         own["num_key_value_heads"] = groups
     if kind == SLIDING:
-        heads = config.get("num_sliding_attention_heads") or other.get("num_attention_heads")
+        heads = config.get("num_sliding_attention_heads", config.get("swa_num_attention_heads"))
+        heads = heads or other.get("num_attention_heads")
         own |= {"num_attention_heads": heads} if heads else {}
         own |= {"num_key_value_heads": other["num_attention_groups"]} if other.get("num_attention_groups") else {}
     if other.get("head_dim", config.get("head_dim")) != config.get("head_dim"):
@@ -216,6 +231,8 @@ def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
     return theirs | {name: np.stack([each for _, each in sorted(parts.items())]) for name, parts in stacks.items()}
 
 
+INDEXER = (*(f"sparse_indexer_{part}." for part in ("q", "k", "w", "z", "q_norm", "k_norm")), "ssmax_s")
+"""Tensors of Step-5's indexers, under `self_attn`."""
 FAMILY = Family(
     parse=parse,
     defaults={
@@ -235,12 +252,17 @@ FAMILY = Family(
             "used only by experts",
         ),
         **dict.fromkeys(("need_fp32_gate", "use_qk_norm", "max_seq_len", "true_head_dim", "gating"), "always so here"),
+        **dict.fromkeys(("norm_dtype", "fp32_residual_connection"), "of vLLM's precision"),
         **dict.fromkeys(("image_token_id", "projector_bias", "understand_projector_stride", "use_im_start_end",
                          "vision_select_layer", "image_token_len", "patch_token_len", "im_start_token",
                          "im_end_token", "im_patch_token"), "of images"),
     },
     names=Names(
-        {**WRAPPED, "vit_large_projector.": None},
+        {
+            **WRAPPED,
+            "vit_large_projector.": None,
+            **{f"model.layers.{{i}}.self_attn.{name}": None for name in INDEXER},
+        },
         parts={
             ".moe.router_bias": ".mlp.gate.e_score_correction_bias", ".moe.gate.": ".mlp.gate.",
             ".moe.": ".mlp.experts.", ".share_expert.": ".mlp.shared_experts.",
@@ -253,13 +275,13 @@ FAMILY = Family(
     restore=restore,
     head=HeadSpec(tap="pre_norm", recycle="pre_norm", beyond="cycle"),
     mtp=MTPLayout(
-        title="Step-3.5, 3.7",
+        title="Step-3.5, 3.7, 5",
         norm="1+w",
         own=("lm_head",),
         per_layer=("layer_types", "rope_theta", "partial_rotary_factors", "use_rope_layers"),
         llama_cpp=(LLAMA_CPP,),
     ),
-    aliases=("step3p7", LLAMA_CPP),
+    aliases=("step3p7", "step5", "step5_vl", LLAMA_CPP),
     small={
         "model_type": "step3p5", "architectures": ["Step3p5ForCausalLM"], "num_attention_groups": 2,
         "num_key_value_heads": None, "num_attention_heads": 4, "sliding_window": 9, "moe_num_experts": 7,

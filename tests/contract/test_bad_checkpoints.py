@@ -81,7 +81,6 @@ CASES = {
         "glm4_moe", "promises 3 MTP modules (num_nextn_predict_layers = 3), but", {"num_nextn_predict_layers": 3}),
     "a sparse indexer": Bad("deepseek_v3", "index_n_heads is missing", {"index_topk": 64}),
     "a family with hashed n-grams": Bad("deepseek_v4", "memories of normalized", {"model_type": "deepseek_v41"}),
-    "a family with compressed indexers": Bad("step3p5", "compressed indexers", {"model_type": "step5"}),
     "a family with fused projections": Bad("qwen3", "mimo_v2 models need projections fused", {"model_type": "mimo_v2"}),
     "no family": Bad("qwen3", "names no model_type", {"model_type": None}),
     "a family nobody knows": Bad("qwen3", "unknown model family 'qwen33'", {"model_type": "qwen33"}),

@@ -155,6 +155,26 @@ RUN: dict[str, dict[str, Any]] = {
         "swiglu_limits": [0.0] * 30 + [7, 7, 0.0, 0.0, 0.0], "swiglu_limits_shared": [0.0] * 31 + [16, 0.0, 0.0, 0.0],
         "use_mfa": False, "use_moe": True, "use_moe_router_bias": True, "use_qk_norm": True, "use_rope_layers": [],
         "yarn_only_types": ["full_attention"], "zero_centered": True},
+    "stepfun-ai/Step-5-Preview": {  # as StepFun's configuration class has it
+        "att_impl_type": "GQA", "attention_bias": False, "fp32_residual_connection": True, "head_dim": 192,
+        "hidden_size": 4096, "intermediate_size": 13824, "max_position_embeddings": 524288, "model_type": "step5",
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 23 + ["sliding_attention"] * 3,
+        "moe_intermediate_size": 1536, "moe_layer_list": list(range(3, 91)), "moe_num_experts": 352,
+        "moe_router_activation": "sigmoid", "moe_router_scaling_factor": 3.0, "moe_top_k": 8, "need_fp32_gate": True,
+        "norm_dtype": "float32", "norm_expert_weight": True, "num_attention_groups": 4, "num_attention_heads": 64,
+        "num_experts_per_tok": 8, "num_hidden_layers": 92, "num_nextn_predict_layers": 3,
+        "partial_rotary_factors": [*[1.0] * 3, 1 / 3] * 23 + [1.0] * 3, "rms_norm_eps": 1e-5,
+        "rope_scaling": {
+            "factor": 8.0, "high_freq_factor": 32.0, "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 65536, "rope_type": "llama3"},
+        "rope_theta": [*[1e4] * 3, 5e6] * 23 + [1e4] * 3, "share_expert_dim": 1536, "sliding_window": 512,
+        "sparse_config": {
+            "apply_to_layer_types": ["full_attention"], "attention_impl": "sparse_gqa", "enabled": True,
+            "compression_method": "csa_block_compress", "num_provider_groups": 4, "proxy_dim": 256,
+            "region_block_size": 8, "sparse_indexer_num_heads": 16, "topk": 512},
+        "swiglu_limits": [0.0] * 88 + [7.0] * 3 + [0.0] * 4, "swiglu_limits_shared": [0.0] * 95,
+        "use_head_wise_attn_gate": True, "use_moe": True, "use_moe_router_bias": True, "use_rope_layers": [],
+        "vocab_size": 128896, "yarn_only_types": ["full_attention"], "zero_centered": True},
     "google/gemma-2-9b-it": {
         **COMMON, "attention_bias": False, "attn_logit_softcapping": 50.0, "cache_implementation": "hybrid",
         "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "model_type": "gemma2",
@@ -529,6 +549,7 @@ def verdict(config: dict[str, Any]) -> dict[str, Any]:
 def test_they_run(name: str) -> None:
     found = verdict(RUN[name])
     assert bool(found.pop("vision", None)) == ("vision_config" in RUN[name])
+    assert found.pop("max_length") > 0
     assert found == {"runs": True, "why": "", "fix": "", "widened": None}
 
 

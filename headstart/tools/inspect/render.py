@@ -19,7 +19,12 @@ def _model(data: Data) -> Iterator[str]:
     sizes = ", ".join(f"{key} {value}" for key, value in data["sizes"].items())
     yield f"context length {data['context_length']}; {sizes}" if data["context_length"] else sizes
     if here := data["here"]:
-        yield "headstart runs it" if here["runs"] else f"headstart does not run it: {here['why']}"
+        if not here["runs"]:
+            yield f"headstart does not run it: {here['why']}"
+        elif here["max_length"] < (data["context_length"] or 0):
+            yield f"headstart runs it, to {here['max_length']} positions"
+        else:
+            yield "headstart runs it"
         if vision := here.get("vision"):
             if why := vision.get("why"):
                 yield f"  reads text only: {why}; {vision['fix']}"

@@ -258,9 +258,9 @@ def describe_head(path: Path, model: Checkpoint) -> dict[str, Any]:
 
 
 def runs_here(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Returns whether headstart runs the checkpoint (`runs`, `why` not, `fix`) and which types become float32 in memory
-    (`widened`, with their bytes then; or None). `vision`: sizes of the vision tower, or `why` and `fix` if it is not
-    used; absent without one."""
+    """Returns whether headstart runs the checkpoint (`runs`, `why` not, `fix`; `max_length`: positions) and which types
+    become float32 in memory (`widened`, with their bytes then; or None). `vision`: sizes of the vision tower, or `why`
+    and `fix` if it is not used; absent without one."""
     types, size = widened(checkpoint.tensors.values())
     wide = {"types": types, "bytes": size} if types else None
     try:
@@ -276,4 +276,4 @@ def runs_here(checkpoint: Checkpoint) -> dict[str, Any]:
             vision = {"vision": {"layers": len(found.config.layers), "tokens": found.format.max_tokens}}
     except ModelError as error:
         vision = {"vision": {"why": error.message, "fix": error.hint}}
-    return {"runs": True, "why": "", "fix": "", "widened": wide, **vision}
+    return {"runs": True, "why": "", "fix": "", "max_length": sizes.max_length, "widened": wide, **vision}

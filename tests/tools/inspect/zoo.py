@@ -127,7 +127,6 @@ ZOO: dict[str, Animal] = {
         {"model_type": "minimax_m3_vl", "moe_layer_freq": [0, 1, 1, 1]},
         {"language_model.model.mtp.layers.1.transformer_layer.self_attn.q_proj.weight": (H, H)},
         key="num_mtp_modules", count=2, nested="text_config", wrapper="language_model.model."),
-    "step5": Animal({"model_type": "step5"}, {"model.layers.4.eh_proj.weight": (H, 2 * H)}),
     "inkling": Animal(
         {"model_type": "inkling_model"},
         {"model.mtp.layers.7.input_proj.weight": (H, 2 * H), "model.mtp.layers.0.embed_norm.weight": (H,)},

@@ -311,7 +311,7 @@ def test_block_drafters_in_gguf_files(method: str, tmp_path: Path) -> None:
     assert (after(made, "--spec-draft-model"), after(made, "--spec-type")) == (head, f"draft-{method}")
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v41", "step5"])
+@pytest.mark.parametrize("model_type", ["deepseek_v41", "pangu_ultra_moe"])
 def test_what_headstart_refuses_has_a_command(model_type: str, tmp_path: Path) -> None:
     """Of families that other engines alone run: with their own heads."""
     sizes = {"num_nextn_predict_layers": 1, "mtp_num_hidden_layers": 1}
