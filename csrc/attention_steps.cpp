@@ -58,12 +58,13 @@ size_t shape_index(Program& program, const AttendShape& shape) {
 }
 
 int attend(Program& program, int q, nb::object kv_pool, int64_t num_heads, float scale, int64_t window, float softcap,
-           std::optional<Sinks> sinks, bool causal, bool before, int64_t chunk, int bias) {
+           std::optional<Sinks> sinks, bool causal, bool before, int64_t chunk, int bias, bool block_window) {
     require(window >= 0 && chunk >= 0, "attend: window and chunk must be 0 or above");
     require(!window || !chunk, "attend: window and chunk cannot be combined");
+    require(window || !block_window, "attend: block_window needs a window");
     AttendTask common;
     Step step = attend_step(program, q, kv_pool, num_heads, scale, softcap, sinks, common);
-    common.window = window;
+    common.window = block_window ? 0 : window;
     common.chunk = chunk;
     common.num_masked = before;
     if (bias >= 0) {
@@ -73,12 +74,12 @@ int attend(Program& program, int q, nb::object kv_pool, int64_t num_heads, float
     }
     const KVPool* pool = nb::cast<KVPool*>(kv_pool);
     const int out = step.writes[0];
-    const size_t shape = shape_index(program, {common.group, pool->layout.num_heads, window, chunk});
+    const size_t shape = shape_index(program, {common.group, pool->layout.num_heads, window, chunk, block_window});
     program.partial_floats = std::max(program.partial_floats, pool->layout.padded_value() + 16);
     step.attends = true;
     step.num_tasks = [shape](const Pass& pass) { return pass.attends[shape].before.back(); };
-    step.run = [&program, pool, common, shape, q, bias, out, own_last = causal || before,
-                own = step.quantizes](const Pass& pass, int64_t index) {
+    step.run = [&program, pool, common, shape, q, bias, out, own_last = causal || before, own = step.quantizes,
+                block = block_window ? window : 0](const Pass& pass, int64_t index) {
         const AttendTasks& tasks = pass.attends[shape];
         const auto& before = tasks.before;
         const int64_t heads = pool->layout.num_heads;
@@ -89,14 +90,14 @@ int attend(Program& program, int q, nb::object kv_pool, int64_t num_heads, float
         const int64_t tile = of_head % tiles, head = (index - before[unit]) / (splits * tiles);
         const int64_t row = pass.unit_starts[unit], queries = (pass.unit_starts[unit + 1] - row) * common.group;
         AttendTask task = common;
-        static_cast<Tiles&>(task) =
-            tiles_of(*pool, pass, pass.unit_spans ? pass.unit_spans[unit] : unit, head);
+        static_cast<Tiles&>(task) = tiles_of(*pool, pass, pass.span_of(unit), head);
         task.positions = pass.positions;
         task.sees = own_last ? pass.positions : pass.sees;
         task.first_row = row;
         task.first_query = queries * tile / tiles;
         task.num_queries = queries * (tile + 1) / tiles - task.first_query;
-        task.first_position = pass.first_position;
+        task.first_position =
+            block ? std::max(pass.first_position, pass.block_start(unit) - block + 1) : pass.first_position;
         task.queries = program.values(q, 0);
         task.query_stride = program.buffers[q].stride();
         if (bias >= 0) {
@@ -162,7 +163,8 @@ void bind_attention_steps(nb::module_& m, nb::class_<Program>& program) {
     program.def("store_kv", store_kv);
     program.def("attend", attend, nb::arg("q"), nb::arg("pool"), nb::arg("num_heads"), nb::arg("scale"),
                 nb::arg("window"), nb::arg("softcap"), nb::arg("sinks").none(), nb::arg("causal") = false,
-                nb::arg("before") = false, nb::arg("chunk") = 0, nb::arg("bias") = -1);
+                nb::arg("before") = false, nb::arg("chunk") = 0, nb::arg("bias") = -1,
+                nb::arg("block_window") = false);
 }
 
 } // namespace headstart

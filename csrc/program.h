@@ -159,8 +159,10 @@ struct States {
 // Attention steps with equal shapes share their tasks: query heads per KV head, KV heads, window and chunk.
 struct AttendShape {
     int64_t group, heads, window, chunk;
+    bool block_window; // the window counts from the span's first row
     bool operator==(const AttendShape& other) const {
-        return group == other.group && heads == other.heads && window == other.window && chunk == other.chunk;
+        return group == other.group && heads == other.heads && window == other.window && chunk == other.chunk &&
+               block_window == other.block_window;
     }
 };
 
@@ -192,6 +194,9 @@ struct Pass {
     const int32_t* rope_positions; // [num_rows, kRopeAxes] for ropes with axes, or nullptr: `positions` on each
     const int32_t* adapter_slots; // [num_rows] slot of the row's adapter, -1: none; or nullptr: no row has one
     std::vector<AttendTasks> attends; // one for each of Program::attends
+    int64_t span_of(int64_t unit) const { return unit_spans ? unit_spans[unit] : unit; }
+    // Position of the first row of a unit's span.
+    int64_t block_start(int64_t unit) const { return positions[row_starts[span_of(unit)]]; }
 };
 
 // Indexer scores [rows][width]; each indexer's selection runs before the next indexer overwrites them.

@@ -434,6 +434,11 @@ class StepPlan:
         return len(self.token_ids)
 
     @property
+    def block_starts(self) -> Int32:
+        """[R] position of the first row of each row's sequence."""
+        return np.repeat(self.positions[self.row_starts[:-1]], np.diff(self.row_starts))
+
+    @property
     def sees(self) -> Int32 | None:
         """`visible_end` under the name that the compiled kernels read."""
         return self.visible_end

@@ -78,10 +78,10 @@ def has_drafter(row: str) -> bool:
 
 
 def check_drafter(row: str) -> None:
-    """Draft logits of 20 lengths, three steps each, or of a block after contexts of three lengths. Raises
+    """Draft logits of 20 lengths, three steps each, or of a block after contexts within and above the window. Raises
     AssertionError."""
     if row == DSPARK:
-        for length in (1, 7, 40):
-            test_what_it_drafts_is_what_public_code_says("reference", "float64", length)
+        for length, window in ((1, 64), (7, 64), (40, 64), (40, 11)):
+            test_what_it_drafts_is_what_public_code_says("reference", "float64", length, window)
     else:
         test_draft_logits_of_a_growing_sequence(row)

@@ -86,6 +86,7 @@ class AttentionSpec:
     causal: bool = False  # never sees later positions, even where plan.visible_end allows it
     excludes_self: bool = False  # does not see its own position either
     chunk: int = 0  # a row sees positions from the start of its chunk of this size; 0: no chunks
+    block_window: bool = False  # all rows of a sequence in a pass have the window of its first row there
 
     @property
     def value_width(self) -> int:
@@ -295,8 +296,9 @@ class Ops(Protocol):
         """Attention of q [R, heads * head_dim] over its sequence's keys and values -> [R, heads * value_width].
 
         A row sees positions from max(plan.first_position, position - window + 1, start of its chunk) to
-        plan.visible_end (with spec.causal to its own, with spec.excludes_self to the one before). plan.paths and the
-        block tables say where they lie; any layer may have written them, in this pass or before.
+        plan.visible_end (with spec.causal to its own, with spec.excludes_self to the one before). With
+        spec.block_window the window is that of plan.block_starts. plan.paths and the block tables say where they lie;
+        any layer may have written them, in this pass or before.
         sinks [heads]: one more logit in each head's softmax, without a value. chosen: an indexer's pool; the row sees
         only the positions selected there, and sums them in order as if they were consecutive from
         plan.first_position. bias [R, heads * E]: added to the scaled scores of the row's own position (a head's last

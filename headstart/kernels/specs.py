@@ -187,6 +187,7 @@ class _OneKeyHead:
     value_width: ClassVar[int] = 0
     latent: ClassVar[bool] = False
     window: ClassVar[int] = 0
+    block_window: ClassVar[bool] = False
     chunk: ClassVar[int] = 0
     causal: ClassVar[bool] = False
     excludes_self: ClassVar[bool] = False

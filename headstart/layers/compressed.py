@@ -90,6 +90,7 @@ class CompressedConfig(MixerConfig):
     groups: int  # of heads, for the output projection
     group_rank: int  # columns of each group's output
     window: int  # latest positions whose own keys a row reads
+    block_window: bool = False  # see AttentionSpec; without entries only
     rope: RopeSpec  # rotates the last features of a head, in neighbouring pairs
     compressor: CompressorConfig | None = None  # None: attention over the window only
     index: tuple[IndexSpec, CompressorConfig] | None = None  # the indexer that selects entries, and its compressor
@@ -114,8 +115,9 @@ class CompressedConfig(MixerConfig):
     def spec(self) -> AttentionSpec:
         """Attention over keys or entries."""
         return AttentionSpec(
-            self.num_heads, 1, self.head_dim, self.head_dim**-0.5, self.head_dim, latent=True, window=self.window
-        )
+            self.num_heads, 1, self.head_dim, self.head_dim**-0.5, self.head_dim, latent=True, window=self.window,
+            block_window=self.block_window,
+        )  # fmt: skip
 
     def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, in_features: int) -> CompressedAttention:
         """See MixerConfig.build."""

@@ -4,8 +4,9 @@ Formula: transformers 5.23 `models/deepseek_v4`; MTP module: vLLM 0.32, `deepsee
 DeepSeek's own names; GGUF files have the names of llama.cpp's `conversion/deepseek.py` and no module. A module reads
 all streams of the trunk; its projections of token and stream are one matrix here.
 
-V4-Flash-0731 has a DSpark drafter (heads/block.py) in place of a module: three layers with a window, which read the
-mean of the streams after the layers `dspark_target_layer_ids`. Source: vLLM 0.33, `deepseek_v4/nvidia/dspark.py`.
+V4-Flash-0731 has a DSpark drafter (heads/block.py) in place of a module: three layers, which read the mean of the
+streams after the layers `dspark_target_layer_ids`. All rows of a block see the `sliding_window` positions before it and
+the whole block. Source: vLLM 0.33, `deepseek_v4/nvidia/dspark.py` and `v1/attention/backends/mla/sparse_swa.py`.
 """
 
 import re
@@ -64,9 +65,11 @@ def parse(config: Config) -> DecoderConfig:
     hashed = keys.feed_kinds(config, "num_hash_layers", default=3, known=(HASHED, CHOSEN))
     layers = [layer(*pair) for pair in zip(_kinds(config, rates), hashed, strict=True)]
     feed = _experts(config, hashed=False, drafter=True)
-    made = keys.decoder(
-        config, layers, streams=streams, mtp_layer=keys.layer(config, mixers[SLIDING], feed, streams=streams)
-    )
+    mixer = mixers[SLIDING]
+    if config.get(DSPARK.requires):  # the window before a block, and the block's first row
+        mixer = replace(mixer, window=mixer.window + 1, block_window=True)
+    mtp_layer = keys.layer(config, mixer, feed, streams=streams)
+    made = keys.decoder(config, layers, streams=streams, mtp_layer=mtp_layer)
     if not config.get(DSPARK.requires):
         return made
     try:

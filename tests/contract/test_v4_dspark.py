@@ -55,8 +55,8 @@ def unrounded(model: Model) -> Model:
     return replace(model, head=replace(model.head, modules=modules))
 
 
-# A reading of vLLM 0.33 `models/deepseek_v4/nvidia/dspark.py` and of DeepSeek's `inference/model.py`, in torch, for one
-# sequence whose context is shorter than the window.
+# A reading of vLLM 0.33 `models/deepseek_v4/nvidia/dspark.py` and `v1/attention/backends/mla/sparse_swa.py`
+# (ComputeDSparkNoncausalSWAIndicesKernel), and of DeepSeek's `inference/model.py`, in torch, for one sequence.
 
 
 class Drafter:
@@ -89,10 +89,11 @@ class Drafter:
         return self.rope(kv[:, None], positions)[:, 0]
 
     def attention(self, stage: int, x: Tensor, positions: Tensor, context: Tensor) -> Tensor:
-        """Every row sees the whole context [N, D] and the whole block."""
+        """Every row sees the last `sliding_window` positions of the context [N, D], and the whole block."""
         heads, dim = self.config["num_attention_heads"], self.config["head_dim"]
         low = self.norm(linear(x, self.at(stage, "attn.wq_a.weight")), self.at(stage, "attn.q_norm.weight"))
         q = self.norm(linear(low, self.at(stage, "attn.wq_b.weight")).unflatten(-1, (heads, dim)))
+        context = context[-self.config["sliding_window"] :]
         q, kv = self.rope(q, positions), torch.cat((context, self.keys(stage, x, positions)))
         scores = torch.einsum("rhd,nd->rhn", q, kv) * dim**-0.5
         sink = self.at(stage, "attn.attn_sink").expand(len(x), heads)[..., None]
@@ -188,10 +189,10 @@ TOLERANCE = {"reference": 1e-4, "native": 1e-3}
 
 
 @pytest.mark.parametrize(("backend", "dtype"), [("reference", "float64"), ("native", "float32")])
-@pytest.mark.parametrize("length", [1, 7, 40])
-def test_what_it_drafts_is_what_public_code_says(backend: str, dtype: str, length: int) -> None:
+@pytest.mark.parametrize(("length", "window"), [(1, 64), (7, 64), (40, 64), (11, 11), (12, 11), (40, 11), (40, 2)])
+def test_what_it_drafts_is_what_public_code_says(backend: str, dtype: str, length: int, window: int) -> None:
     exact: dict[str, Any] = {"kv_cache_dtype": "float32"} if backend == "native" else {}
-    model, tokens = model_at(written(), backend, dtype, **exact), [1, *prompt_of(length, 5)]
+    model, tokens = model_at(written(sliding_window=window), backend, dtype, **exact), [1, *prompt_of(length, 5)]
     oracle, taps = taps_of(model, tokens)
     expected, _ = oracle(taps[:-1], tokens[-1])
     how: dict[str, Any] = {

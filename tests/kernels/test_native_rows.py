@@ -147,6 +147,35 @@ def test_rows_of_a_block_see_each_other(path: str, kv_dtype: str, seen: str) -> 
 @pytest.mark.slow
 @paths
 @kv_dtypes
+@pytest.mark.parametrize(("start", "window"), [(7, 16), (60, 16), (505, 16), (1040, 16), (1030, 520)])
+def test_rows_of_a_block_share_a_window(path: str, kv_dtype: str, start: int, window: int) -> None:
+    """Each row has the bits of one alone whose own window reaches as far back, on any number of threads; so have rows
+    with paths. A window of 520 has three stretches, of which the first row alone would see the first."""
+    world = World(path, kv_dtype, sinks=True, length=1090, window=window, block_window=True)
+    table, block, spec = world.table(), np.arange(start, start + 9), world.spec
+    other = Part(4 * world.length - np.arange(1, 6), 0, np.setdiff1d(np.arange(world.num_blocks), table))
+    whole = plan_of([other, Part(block, start, table)])
+    whole.visible_end = np.concatenate((whole.positions[:5], np.full(9, start + 8, np.int32))).astype(np.int32)
+    plans = [plan_of([Part(np.arange(start), 0, table)]), whole]
+    found = [world.run(plan) for plan in plans][1]
+    np.testing.assert_allclose(found, world.oracle(plans)[1], rtol=0, atol=attention_tolerance(path, kv_dtype, 6e-6))
+    for worker in (1, 2):
+        assert_same_bits({"y": world.run(whole, worker)}, {"y": found}, worker)
+    chain = plan_of([Part(block[:3], start, table)])
+    chain.paths = Paths(np.array([0, 1, 3, 6], np.int32), chain.slots[[0, 0, 1, 0, 1, 2]])
+    chained = world.run(chain, 2)
+    for i in range(9):
+        world.spec = replace(spec, window=window + i, block_window=False)
+        alone = plan_of([Part(block[i : i + 1], start + i, table)])
+        if i < 3:
+            assert_same_bits({"y": world.run(alone, i)}, {"y": chained[i : i + 1]}, i)
+        alone.visible_end = np.array([start + 8], np.int32)
+        assert_same_bits({"y": world.run(alone, i % 3)}, {"y": found[5 + i : 6 + i]}, i)
+
+
+@pytest.mark.slow
+@paths
+@kv_dtypes
 @pytest.mark.parametrize("seen", ["all", "window 300", "causal", "the best 5 blocks of 40"])
 def test_threads_share_long_contexts(path: str, kv_dtype: str, seen: str) -> None:
     """Several stretches (csrc/kernels.h): rows that three threads share have the bits of one thread's prompt."""

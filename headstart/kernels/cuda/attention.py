@@ -42,6 +42,7 @@ class AttentionSplits:
 
     def __init__(self, launch: KernelLauncher, q: Tensor, spec: AttentionSpec, plan: DevicePlan, count: int) -> None:
         self._launch, self._q, self._spec, self._plan, self._count = launch, q, spec, plan, count
+        self._window_ends = plan["block_starts" if spec.block_window else "positions"]
         rows, heads = plan.shape.rows, spec.num_heads
         self._parts = launch.empty(rows, heads, count, spec.value_width)
         self._maxima, self._totals = launch.empty(rows, heads, count), launch.empty(rows, heads, count)
@@ -55,10 +56,10 @@ class AttentionSplits:
         wide = keys.dtype != torch.bfloat16 or not launch.narrow
         kernels.attend[(shape.rows, heads // tile_heads, positions.splits)](
             self._q, keys, values, self._parts, self._maxima, self._totals, plan["positions"], plan["visible_end"],
-            plan["sequences"], plan["tables"], tile_rows, tile_counts, plan["path_starts"], plan["path_slots"],
-            positions.chosen, positions.counts, shape.first_position, shape.blocks, positions.width, spec.scale,
-            shape.block_size, self._count, first, HEADS=heads, KV_HEADS=spec.num_kv_heads, DIM=spec.head_dim,
-            VALUE_DIM=spec.value_width, KEY_STRIDE=keys.stride(0), VALUE_STRIDE=values.stride(0),
+            self._window_ends, plan["sequences"], plan["tables"], tile_rows, tile_counts, plan["path_starts"],
+            plan["path_slots"], positions.chosen, positions.counts, shape.first_position, shape.blocks, positions.width,
+            spec.scale, shape.block_size, self._count, first, HEADS=heads, KV_HEADS=spec.num_kv_heads,
+            DIM=spec.head_dim, VALUE_DIM=spec.value_width, KEY_STRIDE=keys.stride(0), VALUE_STRIDE=values.stride(0),
             VALUE_HEAD=values.stride(1), TILE_HEADS=tile_heads, WINDOW=window, CHUNK=chunk, SOFTCAP=spec.softcap,
             MODE=_mode(spec), LIST=positions.kind, EVERY=positions.every, PATHS=shape.paths > 0, ROUND=not wide,
             WIDE=launch.device.wide or wide, BLOCK=BLOCK, STEP=max(gcd(spec.head_dim, 64), 16),
@@ -73,10 +74,10 @@ class AttentionSplits:
         head_tile = min(tile_size(heads), max(4096 // value_tile, 1))
         kernels.join[(shape.rows, -(-heads // head_tile))](
             self._parts, self._maxima, self._totals, sinks, out, plan["positions"], plan["visible_end"],
-            positions.counts, shape.first_position, self._count, first, HEADS=heads, VALUE_DIM=spec.value_width,
-            WINDOW=spec.window if dense else 0, CHUNK=spec.chunk if dense else 0, MODE=_mode(spec), DENSE=dense,
-            LIST=positions.kind, EVERY=positions.every, SINKS=sinks is not None, HEAD_TILE=head_tile,
-            VALUE_TILE=value_tile, SPLIT=SPLIT,
+            self._window_ends, positions.counts, shape.first_position, self._count, first, HEADS=heads,
+            VALUE_DIM=spec.value_width, WINDOW=spec.window if dense else 0, CHUNK=spec.chunk if dense else 0,
+            MODE=_mode(spec), DENSE=dense, LIST=positions.kind, EVERY=positions.every, SINKS=sinks is not None,
+            HEAD_TILE=head_tile, VALUE_TILE=value_tile, SPLIT=SPLIT,
         )  # fmt: skip
         return out
 

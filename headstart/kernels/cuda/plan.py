@@ -65,6 +65,7 @@ def plan_arrays(plan: StepPlan, shape: PlanShape) -> dict[str, Ints]:
     arrays = {
         "token_ids": _padded(plan.token_ids, rows),
         "positions": _padded(plan.positions, rows),
+        "block_starts": _padded(plan.block_starts, rows),
         "slots": _padded(plan.slots, rows, -1),
         "visible_end": _padded(plan.positions if plan.visible_end is None else plan.visible_end, rows, -1),
         "sequences": _padded(sequences, rows),

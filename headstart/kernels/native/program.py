@@ -209,8 +209,9 @@ class ProgramRecorder:
             )
         how = (spec.num_heads, spec.scale, spec.window, spec.softcap, sinks)
         mask = (spec.causal, spec.excludes_self, spec.chunk)
-        near = () if bias is None else (self._index(bias),)
-        return Symbol(width, self.program.attend(index, pool, *how, *mask, *near))
+        near = -1 if bias is None else self._index(bias)
+        block = (True,) if spec.block_window else ()
+        return Symbol(width, self.program.attend(index, pool, *how, *mask, near, *block))
 
     def causal_conv(
         self, x: Symbol, weight: Vector, pool: StatePool, spec: specs.ConvSpec, bias: Vector | None = None
@@ -260,6 +261,7 @@ class ProgramRecorder:
         self, q: Symbol, pool: KVPool, entries: KVPool, spec: AttentionSpec, every: int, sinks: Vector | None = None,
         chosen: KVPool | None = None,
     ) -> Symbol:  # fmt: skip
+        assert not spec.block_window, "a window beside compressed entries counts from each row"
         among = -1 if chosen is None else self._chosen[chosen]
         how = (spec.num_heads, spec.scale, spec.softcap, spec.window, every, sinks, among)
         width = spec.num_heads * spec.value_width

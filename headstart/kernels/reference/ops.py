@@ -73,7 +73,8 @@ class Spans:
         last = plan.positions - spec.excludes_self if spec.causal or spec.excludes_self else self.visible_end
         visible = positions[None, None, :] <= last[rows][:, :, None]
         if spec.window:
-            visible &= positions[None, None, :] > plan.positions[rows][:, :, None] - spec.window
+            newest = plan.block_starts if spec.block_window else plan.positions
+            visible &= positions[None, None, :] > newest[rows][:, :, None] - spec.window
         if spec.chunk:
             visible &= positions[None, None, :] >= (plan.positions[rows] // spec.chunk * spec.chunk)[:, :, None]
         mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~torch.from_numpy(visible), float("-inf"))
@@ -128,7 +129,7 @@ class ReferenceOps(TorchOps):
         self._plan, self._device, self._dtype = plan, device, dtype
         self._rope_tables: dict[tuple[int, specs.RopeSpec], tuple[Tensor, Tensor]] = {}
         self._slots = self._ints(plan.slots)
-        self._grouped: dict[tuple[int, int, bool, bool], list[SpanGroup]] = {}
+        self._grouped: dict[tuple[int, bool, int, bool, bool], list[SpanGroup]] = {}
         self._chosen: dict[TorchKVPool, list[Tensor]] = {}  # by pool, per group: selected positions, bool [S, Q, L]
 
     def _ints(self, array: NDArray[np.int32]) -> Tensor:
@@ -136,7 +137,7 @@ class ReferenceOps(TorchOps):
 
     def _groups(self, spec: KVSpec) -> list[SpanGroup]:
         """The pass's spans with the mask of `spec`, cached."""
-        key = spec.window, spec.chunk, spec.causal, spec.excludes_self
+        key = spec.window, spec.block_window, spec.chunk, spec.causal, spec.excludes_self
         if key not in self._grouped:
             spans = Spans.of(self._plan)
             is_long = np.diff(spans.row_starts) > SHORT_SPAN

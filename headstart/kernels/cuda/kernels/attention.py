@@ -19,9 +19,10 @@ NOTHING = tl.constexpr(float("-inf"))
 
 
 @triton.jit
-def visible_range(positions, visible_end, row, is_query, first_position, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
-                  MODE: tl.constexpr):  # fmt: skip
-    """(first, last) visible position of each query; last is -1 where there is no query."""
+def visible_range(positions, visible_end, window_ends, row, is_query, first_position, WINDOW: tl.constexpr,
+                  CHUNK: tl.constexpr, MODE: tl.constexpr):  # fmt: skip
+    """(first, last) visible position of each query; last is -1 where there is no query. window_ends [R]: position up
+    to which a row's window is counted."""
     position = tl.load(positions + row, mask=is_query, other=0)
     last = tl.load(visible_end + row, mask=is_query, other=-1)
     if MODE == CAUSAL:
@@ -30,7 +31,7 @@ def visible_range(positions, visible_end, row, is_query, first_position, WINDOW:
         last = tl.where(last < 0, -1, position - 1)
     first = tl.zeros_like(position) + first_position
     if WINDOW:
-        first = tl.maximum(first, position - WINDOW + 1)
+        first = tl.maximum(first, tl.load(window_ends + row, mask=is_query, other=0) - WINDOW + 1)
     if CHUNK:
         first = tl.maximum(first, position - position % CHUNK)
     return first, last
@@ -103,8 +104,8 @@ def add_block(scores, visible, right, largest, total, summed, ROUND: tl.constexp
 @triton.jit(do_not_specialize=["table_width", "list_width", "num_splits", "first_split"])
 def attend(
     q, keys, values, parts, maxima, totals,
-    positions, visible_end, row_sequences, tables, tile_rows, tile_counts, path_starts, path_slots, chosen, counts,
-    first_position, table_width, list_width, scale, block_size, num_splits, first_split,
+    positions, visible_end, window_ends, row_sequences, tables, tile_rows, tile_counts, path_starts, path_slots,
+    chosen, counts, first_position, table_width, list_width, scale, block_size, num_splits, first_split,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_STRIDE: tl.constexpr,
     VALUE_STRIDE: tl.constexpr, VALUE_HEAD: tl.constexpr, TILE_HEADS: tl.constexpr, WINDOW: tl.constexpr,
     CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, MODE: tl.constexpr, LIST: tl.constexpr, EVERY: tl.constexpr,
@@ -125,7 +126,7 @@ def attend(
     row0 = tl.load(tile_rows + tile)
     is_query = index // TILE_HEADS < tl.load(tile_counts + tile)
     row = row0 + index // TILE_HEADS
-    first, last = visible_range(positions, visible_end, row, is_query, first_position, WINDOW, CHUNK, MODE)
+    first, last = visible_range(positions, visible_end, window_ends, row, is_query, first_position, WINDOW, CHUNK, MODE)
     sequence = tl.load(row_sequences + row0)
     if LIST:
         first = tl.zeros_like(first)
@@ -182,7 +183,8 @@ def add_splits(largest, total, summed, parts, maxima, totals, row, head, v, is_h
 
 @triton.jit(do_not_specialize=["num_splits", "first_split"])
 def join(
-    parts, maxima, totals, sinks, out, positions, visible_end, counts, first_position, num_splits, first_split,
+    parts, maxima, totals, sinks, out, positions, visible_end, window_ends, counts, first_position, num_splits,
+    first_split,
     HEADS: tl.constexpr, VALUE_DIM: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, MODE: tl.constexpr,
     DENSE: tl.constexpr, LIST: tl.constexpr, EVERY: tl.constexpr, SINKS: tl.constexpr, HEAD_TILE: tl.constexpr,
     VALUE_TILE: tl.constexpr, SPLIT: tl.constexpr,
@@ -197,7 +199,7 @@ def join(
     largest = tl.full((HEAD_TILE,), NOTHING, tl.float32)
     total = tl.zeros((HEAD_TILE,), tl.float32)
     summed = tl.zeros((HEAD_TILE, VALUE_TILE), tl.float32)
-    first, last = visible_range(positions, visible_end, row, True, first_position, WINDOW, CHUNK, MODE)
+    first, last = visible_range(positions, visible_end, window_ends, row, True, first_position, WINDOW, CHUNK, MODE)
     if DENSE:
         end = tl.where(last >= 0, last // SPLIT + 1, 0)
         largest, total, summed = add_splits(largest, total, summed, parts, maxima, totals, row, head, v, is_head,
@@ -282,7 +284,7 @@ def score(
 ):  # fmt: skip
     """Indexer scores out [R, context]: sum over heads of weight * max(q . k, 0); only visible positions are written."""
     row, block = tl.program_id(0), tl.program_id(1)
-    _, last = visible_range(positions, visible_end, row, True, first_position, 0, 0, VISIBLE_END)
+    _, last = visible_range(positions, visible_end, positions, row, True, first_position, 0, 0, VISIBLE_END)
     if block * BLOCK > last:
         return
     p = block * BLOCK + tl.arange(0, BLOCK)
@@ -329,7 +331,7 @@ def choose(scores, chosen, counts, positions, visible_end, first_position, conte
     """chosen [R, list_width], counts [R]: the `top` positions with the highest scores, ascending (ties: the lowest).
     One program per row: finds the rank of the last one, four bits at a time, then collects."""
     row = tl.program_id(0)
-    _, last = visible_range(positions, visible_end, row, True, first_position, 0, 0, VISIBLE_END)
+    _, last = visible_range(positions, visible_end, positions, row, True, first_position, 0, 0, VISIBLE_END)
     rank, above = tl.full((), 0, tl.int64), tl.full((), 0, tl.int32)
     step, way = tl.full((), 268435456, tl.int64), tl.arange(0, 16)
     for _ in range(8):
