@@ -91,6 +91,28 @@ def _without_extra_keys(schema: Any) -> Any:
     return {**found, "additionalProperties": schema.get("additionalProperties", False)} if is_object else found
 
 
+def _one_each(values: Any, prompts: Seq[Any], what: str) -> list[Any]:
+    """A value for each prompt. values: one for all, or a sequence. Raises UsageError for another number of values."""
+    if isinstance(values, str) or not isinstance(values, Seq):
+        return [values] * len(prompts)
+    if len(values) != len(prompts):
+        raise UsageError(f"{len(prompts)} prompts, but {len(values)} {what}", "give one for all, or one for each")
+    return list(values)
+
+
+def _check_arguments(prompt: Prompt, params: Any, depth: Any, vocab_size: int) -> None:
+    """Raises UsageError for arguments of `LLM.request` of wrong types, and for unknown token ids."""
+    if not isinstance(params, SamplingParams):
+        raise UsageError(f"params is {type(params).__name__}", "give SamplingParams(max_tokens=...), or nothing")
+    if depth is not None and (not isinstance(depth, int) or isinstance(depth, bool)):
+        raise UsageError(f"depth {depth!r} is no number", "leave it out for the depth of the LLM")
+    if isinstance(prompt, str) and not prompt:
+        raise UsageError("the prompt is empty", "give at least one character")
+    for name in [row.name for row in parameters().values() if row.kind in ("token_ids", "token_numbers")]:
+        if unknown := [token for token in getattr(params, name) or () if not 0 <= token < vocab_size]:
+            raise ParameterError(name, f"names token {unknown[0]}, but ids end at {vocab_size - 1}")
+
+
 def _recommended(model: Model) -> dict[str, Any]:
     try:
         return recommended(model.checkpoint.generation_config)
@@ -313,24 +335,10 @@ class LLM:
         the text may end: ignore_eos has no effect, and min_tokens yields to it. lora: name of a loaded adapter; "": the
         model as it is; None: the first adapter of the config. Raises UsageError for wrong values."""
         self._check_open()
-        if not isinstance(params, SamplingParams):
-            raise UsageError(f"params is {type(params).__name__}", "give SamplingParams(max_tokens=...), or nothing")
-        if depth is not None and (not isinstance(depth, int) or isinstance(depth, bool)):
-            raise UsageError(f"depth {depth!r} is no number", "leave it out for the depth of the LLM")
-        spec = as_grammar(constraint)
-        if isinstance(prompt, str) and not prompt:
-            raise UsageError("the prompt is empty", "give at least one character")
-        size = self.model.config.vocab_size
-        for name in [row.name for row in parameters().values() if row.kind in ("token_ids", "token_numbers")]:
-            if unknown := [token for token in getattr(params, name) or () if not 0 <= token < size]:
-                raise ParameterError(name, f"names token {unknown[0]}, but ids end at {size - 1}")
+        size, spec = self.model.config.vocab_size, as_grammar(constraint)
+        _check_arguments(prompt, params, depth, size)
         seed = next((s for s in (params.seed, self.config.seed) if s is not None), None)
-        ends = frozenset() if params.ignore_eos and spec is None else self.tokenizer.eos_ids
-        stop_ids = ends | frozenset(params.stop_token_ids)
-        allowed = params.allowed_token_ids
-        rest = size - len(stop_ids) if allowed is None else len(set(allowed) - stop_ids)
-        if params.min_tokens and spec is None and rest <= 0:
-            raise UsageError("min_tokens cannot be reached: all allowed tokens end the text")
+        allowed, stop_ids = params.allowed_token_ids, self._stop_ids(params, is_constrained=spec is not None)
         if lora is None:
             lora = next((name for name, _ in self.config.adapters), "")
         encoded = self.encode_prompt(prompt, images, raw=raw)
@@ -348,6 +356,15 @@ class LLM:
             constraint=None if spec is None else self.grammars.compile(spec),
             adapter=self.engine.adapters.find(lora) if lora else None,
         )
+
+    def _stop_ids(self, params: SamplingParams, *, is_constrained: bool) -> frozenset[int]:
+        """Tokens that end the text. Raises UsageError if min_tokens cannot be reached without them."""
+        ends = frozenset() if params.ignore_eos and not is_constrained else self.tokenizer.eos_ids
+        stop_ids, allowed = ends | frozenset(params.stop_token_ids), params.allowed_token_ids
+        rest = self.model.config.vocab_size - len(stop_ids) if allowed is None else len(set(allowed) - stop_ids)
+        if params.min_tokens and not is_constrained and rest <= 0:
+            raise UsageError("min_tokens cannot be reached: all allowed tokens end the text")
+        return stop_ids
 
     def _banned(self, words: Seq[str]) -> dict[tuple[int, ...], frozenset[int]]:
         """All ids of a word but the last -> banned last ids. Words are banned as written and after a space."""
@@ -381,12 +398,8 @@ class LLM:
             prompts = [prompts]
         if not isinstance(prompts, Seq):
             raise UsageError(f"prompts is {type(prompts).__name__}", "give a text or a list: generate([prompt])")
-        chosen = [params or self.default_params] * len(prompts) if not isinstance(params, Seq) else list(params)
-        if len(chosen) != len(prompts):
-            raise UsageError(f"{len(prompts)} prompts, but {len(chosen)} sets of sampling parameters")
-        loras = [lora] * len(prompts) if isinstance(lora, str) or not isinstance(lora, Seq) else list(lora)
-        if len(loras) != len(prompts):
-            raise UsageError(f"{len(prompts)} prompts, but {len(loras)} names of adapters", "give one for all")
+        chosen = _one_each(self.default_params if params is None else params, prompts, "sets of sampling parameters")
+        loras = _one_each(lora, prompts, "names of adapters")
         each_images = per_prompt(images, prompts, is_single)
         requests = [
             self.request(prompt, each, images=some, lora=name, **options)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from headstart.formats.base import WIDENED, Checkpoint, in_int4, widened
 from headstart.formats.quantization import declared_name
 from headstart.heads.base import Head, HeadSpec, limit_window
 from headstart.heads.draft_model import DraftModel, parallel_block
-from headstart.heads.files import is_head, read_head
+from headstart.heads.files import read_head, read_if_head
 from headstart.heads.kind import HeadCheckpoint, head_kind
 from headstart.kernels.backend import SharesThreads, open_backend, select_backend
 from headstart.kernels.ops import Backend
@@ -96,9 +96,8 @@ def attach_head(trunk: Model, path: Path, drafter: str = AUTO) -> Head:
     A head trained on other weights of the same sizes is accepted with a warning. Raises ModelError naming the size that
     differs.
     """
-    if not is_head(path) and path.exists():
+    if (head := read_if_head(path)) is None:
         return _of_checkpoint(trunk, open_checkpoint(path), drafter)
-    head = read_head(path)
     if drafter == DRAFT_MODEL:
         message = f"{path} is a head of kind {head.spec.kind}, not a whole model"
         raise ModelError(message, f"use --drafter {head.spec.kind}, or name a smaller model")
@@ -260,22 +259,11 @@ def load_model(
     CapacityError.
     """
     select_backend(config)  # fails before anything is downloaded
-    checkpoint = open_checkpoint(hub.resolve(name))
-    if config.mmproj is not None:
-        checkpoint = replace(checkpoint, projector=user_path(config.mmproj))
-    check_format(checkpoint, config)
-    backend: Backend
-    if streamed:
-        unmapped = {name: tensor.unmapped() for name, tensor in checkpoint.tensors.items()}
-        checkpoint, backend = replace(checkpoint, tensors=unmapped), StreamedBackend(open_backend(config))
-    else:
-        backend = open_backend(config, checkpoint.files)
-        if backend.runs_on == "cpu" and config.rounding is None:
-            check_memory(checkpoint)
+    checkpoint, backend = _open(name, config, streamed=streamed)
     if isinstance(backend, SharesThreads) and neighbour is not None:
         backend.share_threads(neighbour)
     heads = usable_heads(checkpoint)
-    broken = f"{heads.broken.reason}; {heads.broken.fix}" if heads.broken else ""
+    broken = str(heads.broken or "")
     if heads.broken and config.head is None and config.drafter in NEED_HEAD and config.depth != 0:
         raise heads.broken.as_error(checkpoint.name)
     with ThreadPoolExecutor(1, "tokenizer") as pool:  # in parallel with the packing of weights, which is C++
@@ -297,6 +285,21 @@ def load_model(
     if broken and model.head is None and config.drafter == AUTO and config.depth != 0:
         log.warning("%s is served without its MTP head: %s", checkpoint.name, broken)
     return model
+
+
+def _open(name: str | None, config: EngineConfig, *, streamed: bool) -> tuple[Checkpoint, Backend]:
+    """The checkpoint, with its headers read, and the backend of `load_model`."""
+    checkpoint = open_checkpoint(hub.resolve(name))
+    if config.mmproj is not None:
+        checkpoint = replace(checkpoint, projector=user_path(config.mmproj))
+    check_format(checkpoint, config)
+    if streamed:
+        unmapped = {name: tensor.unmapped() for name, tensor in checkpoint.tensors.items()}
+        return replace(checkpoint, tensors=unmapped), StreamedBackend(open_backend(config))
+    backend = open_backend(config, checkpoint.files)
+    if backend.runs_on == "cpu" and config.rounding is None:
+        check_memory(checkpoint)
+    return checkpoint, backend
 
 
 def check_format(checkpoint: Checkpoint, config: EngineConfig) -> None:

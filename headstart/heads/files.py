@@ -48,10 +48,7 @@ LATER = ("markov_kind", "top_k", "conv_taps", "conv_group", "embedding_scale", "
 
 
 def is_head(path: Path) -> bool:
-    """True if the config.json of a directory declares a head, in headstart's own or a published layout, or if a GGUF
-    file is a block drafter."""
-    if gguf.detect(path):
-        return read_gguf(path).metadata.get("general.architecture") == drafter_file.ARCHITECTURE
+    """True if the config.json of a directory declares a head, in headstart's own or a published layout."""
     config = path / "config.json"
     if not config.is_file():
         return False
@@ -59,26 +56,37 @@ def is_head(path: Path) -> bool:
     return MARK in document or _foreign(document, path) is not None
 
 
-def read_head(path: Path) -> HeadCheckpoint:
-    """Reads a head directory in any known layout, or a GGUF file. Raises ModelError for others and damaged files."""
+def read_if_head(path: Path) -> HeadCheckpoint | None:
+    """Reads a head directory in any known layout, or a block drafter's GGUF file. None for other files. Raises
+    ModelError for a damaged head."""
     if gguf.detect(path):
-        return _read_gguf(path)
-    if not path.is_dir():
-        raise ModelError(f"the head {path} is not a directory", "give the directory that headstart train wrote")
+        file = read_gguf(path)
+        if file.metadata.get("general.architecture") != drafter_file.ARCHITECTURE:
+            return None
+        document, tensors = drafter_file.as_published(file)
+        return _read_foreign(identify_bare(document), document, tensors, path)
+    if not (path / "config.json").is_file():
+        return None
     document = read_object(path / "config.json")
-    foreign = None if MARK in document else _foreign(document, path)
-    files = _tensors_of(path) if foreign else read_file(path / "model.safetensors")
-    stored = readable(files, document)
-    if foreign is None:
-        return _read_own(document, stored, path)
-    assert foreign.read
-    head: HeadCheckpoint = foreign.read(document, {name: in_memory(each) for name, each in stored.items()}, path)
+    if MARK in document:
+        return _read_own(document, readable(read_file(path / "model.safetensors"), document), path)
+    if (foreign := _foreign(document, path)) is None:
+        return None
+    stored = readable(_tensors_of(path), document)
+    return _read_foreign(foreign, document, {name: in_memory(each) for name, each in stored.items()}, path)
+
+
+def read_head(path: Path) -> HeadCheckpoint:
+    """Like `read_if_head`. Raises ModelError if there is no head."""
+    if (head := read_if_head(path)) is None:
+        what = "is no head" if path.exists() else "does not exist"
+        raise ModelError(f"{path} {what}", "give the directory that headstart train wrote")
     return head
 
 
-def _read_gguf(path: Path) -> HeadCheckpoint:
-    document, tensors = drafter_file.as_published(read_gguf(path))
-    found = identify_bare(document)
+def _read_foreign(
+    found: DrafterFormat | None, document: Document, tensors: Mapping[str, Tensor], path: Path
+) -> HeadCheckpoint:
     assert found and found.read
     head: HeadCheckpoint = found.read(document, tensors, path)
     return head

@@ -29,6 +29,9 @@ class HeadState:
         """True if heads that the config declares are missing, incomplete, wrong or dead."""
         return self.word in ("stripped", "partial", "mismatch", "dead")
 
+    def __str__(self) -> str:
+        return f"{self.reason}; {self.fix}"
+
     def as_error(self, name: str) -> ModelError:
         """The error for loading heads in this state. name: the checkpoint."""
         return ModelError(f"{name}: {self.reason}", self.fix)

@@ -108,10 +108,14 @@ class AdaptedHead:
         return f"acceptance length {self.before:.2f} -> {self.after:.2f} on your records, {self.date}"
 
 
+def _adapted() -> Path:
+    return hub.cache_dir() / "adapted"
+
+
 def folder_of(model: str | None, lora: str = "") -> Path:
     """Returns the folder of a model's adapted heads; `lora`: digest of the adapter that they draft for."""
     known = json.dumps([identity_of(model), lora] if lora else identity_of(model), default=str)
-    return hub.cache_dir() / "adapted" / hashlib.sha256(known.encode()).hexdigest()[:24]
+    return _adapted() / hashlib.sha256(known.encode()).hexdigest()[:24]
 
 
 def find_adapted_head(model: str | None, config: EngineConfig) -> tuple[Path, AdaptedHead] | None:
@@ -122,6 +126,8 @@ def find_adapted_head(model: str | None, config: EngineConfig) -> tuple[Path, Ad
     several, the model's is used."""
     kinds = registry.available("heads")
     if config.head is not None or config.depth == 0 or config.drafter not in ("auto", "mixed", *kinds):
+        return None
+    if not _adapted().is_dir():  # most often, and the digest of an adapter reads all of its files
         return None
     with contextlib.suppress(UsageError):
         roots = [folder_of(model, each) for each in dict.fromkeys((adapter_of(config), ""))]

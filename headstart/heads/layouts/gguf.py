@@ -48,10 +48,9 @@ SIZES = {
 
 
 def as_published(file: GgufFile) -> tuple[Document, dict[str, Tensor]]:
-    """(config.json, tensors by published names) of a drafter's file. Raises ModelError for another kind of file."""
+    """(config.json, tensors by published names) of a file of this architecture. Raises ModelError for one that is not
+    supported."""
     found, tensors = file.metadata, file.tensors
-    if (kind := found.get("general.architecture")) != ARCHITECTURE:
-        raise ModelError(f"{file.path} is not a drafter: its architecture is {kind}", "a drafter's is dflash")
     if "dflash.hyper_connection.count" in found:
         what = f"{file.path} is DeepSeek-V4's DSpark drafter in a file of its own, which is not read"
         raise ModelError(what, "use the checkpoint in safetensors, which holds the drafter")
