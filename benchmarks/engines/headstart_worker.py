@@ -17,9 +17,10 @@ from typing import Any
 import headstart
 from engines.worker_protocol import serve, take_stdout
 from headstart.api import LLM, Completion
-from headstart.cli.options import LoadTestOptions, ModelOptions
+from headstart.cli.options import LoadTestOptions
 from headstart.cli.parser import command
 from headstart.core import SamplingParams
+from headstart.options import ModelOptions
 
 
 class Worker:

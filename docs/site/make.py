@@ -292,9 +292,9 @@ def serve_outcome(text: str) -> str:
     """What `headstart serve` does with the arguments of each engine command of a text: `runs`, or its error and hint.
     Shell variables count as 1."""
     from headstart.cli.option_hints import option_hint
-    from headstart.cli.parser import ParseError
     from headstart.cli.serve import run as serve
     from headstart.errors import UsageError
+    from headstart.options import ParseError
     from headstart.tools.launch.command_line import commands, unpasted
     from headstart.tools.launch.translate import find_engine
 

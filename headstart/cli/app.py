@@ -13,10 +13,11 @@ from typing import Any
 
 from headstart.cli import completion, foreign_flags, settings
 from headstart.cli.help import help_text
-from headstart.cli.parser import HELP, HELP_ALL, Command, CommandGroup, Option, ParseError, all_commands
+from headstart.cli.parser import HELP, HELP_ALL, Command, CommandGroup, all_commands
 from headstart.cli.render import flush_all, lost_stdout, prepare_streams, print_error, print_json, stdout_error
 from headstart.cli.settings import Settings
 from headstart.errors import INTERNAL, HeadstartError, UsageError, status_of
+from headstart.options import Option, ParseError
 from headstart.system import TERMINATION_SIGNALS
 from headstart.version import __version__
 

@@ -5,15 +5,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from headstart.cli.options import MAX_MINUTES, EngineOptions, LoadTestOptions, ModelOptions, OutputOptions
-from headstart.cli.parser import CommandGroup, command, option
+from headstart.cli.options import EngineOptions, LoadTestOptions, OutputOptions
+from headstart.cli.parser import CommandGroup, command
 from headstart.cli.render import finish, print_note, print_records, print_table, progress
 from headstart.errors import UsageError
-from headstart.params import SamplingParams
+from headstart.tools.options import BenchFlags, DemoFlags, StepFlags, TuneFlags
 
 MODE_OPTIONS = {"depth"}  # engine options that --modes sets
-MAX_COUNT = 10_000_000  # more requests, runs or tokens are a typing error
-CHUNKED = {"on": (True,), "off": (False,), "both": (True, False)}
 STEP_OPTIONS = {"backend", "quantization", "kv_cache_dtype", "dtype", "device", "threads", "numa", "drafter", "head",
                 "depth", "block_size", "portable_bits"}  # fmt: skip
 """Engine options that `bench step` accepts; it refuses the others."""
@@ -27,66 +25,6 @@ PASS_COLUMNS = {
     "rows/s": "{rows_per_s:.0f}", "GB/s": "{gb_per_s:.1f}", "of read\nspeed": "{share_of_bandwidth:.0%}",
     "passes": "{num_passes}",
 }  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchStepFlags(ModelOptions):
-    """StepOptions from the command line."""
-
-    rows: tuple[int, ...] = option(
-        "Rows per pass, comma-separated. Default: 1 to 512, as far as the context goes.", min=1
-    )
-    context: int = option("Cached positions before the rows.", default=128, min=0)
-    repeats: int | None = option("Passes of each kind. Default: 5 to 50, as time allows.", min=1)
-    profile: bool = option("Also show the parts of the time of passes and engine steps.", default=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class BenchFlags(ModelOptions):
-    """BenchOptions from the command line; options that are not given keep the defaults there."""
-
-    workloads: tuple[str, ...] = option(
-        "Comma-separated: code, prose, high-temperature, json, tools, repetitive, long-context, agent, mixed, "
-        "synthetic, FILE.jsonl, FILE.jsonl:CATEGORY or FILE.jsonl:each. Default: mixed.",
-        "--workload",
-    )
-    preset: str | None = option("Named load: sharegpt-2500-1500 (80 long requests).")
-    scale: float = option("Multiplies the lengths of --preset, --input-tokens.", default=1.0, above=0, max=MAX_COUNT)
-    concurrency: tuple[int, ...] = option("Requests at a time, comma-separated. Default: 1,4,16.", min=1, max=MAX_COUNT)
-    rates: tuple[float, ...] = option(
-        "Instead: requests per second, at random (Poisson) times.", "--request-rate", above=0, max=MAX_COUNT
-    )
-    requests: int | None = option("Requests of a run. Default: 8, or two per client.", min=1, max=MAX_COUNT)
-    input_tokens: int | None = option("Length of prompts, which are then made of running text.", min=1, max=MAX_COUNT)
-    output_tokens: int | None = option(
-        "Maximum length of answers; the exact length with --input-tokens.", min=1, max=MAX_COUNT
-    )
-    prompts: Path | None = option("JSONL file of texts for --input-tokens.")
-    temperatures: tuple[float, ...] = option(
-        "Comma-separated; each workload is run at each temperature.", "--temperature"
-    )
-    modes: tuple[str, ...] = option("Comma-separated: off, depths such as 3, auto. Default: off,auto.")
-    pairs: int = option("Runs of each mode, in alternating order.", default=3, min=1, max=MAX_COUNT)
-    chunked_prefill: str = option("on, off (a prompt is one chunk) or both.", default="on", choices=tuple(CHUNKED))
-    url: str | None = option("Measure the OpenAI-compatible server at this address.")
-    off_url: str | None = option("Address of a second server without drafting, for mode off.")
-    api_key: str | None = option("API key of the server.")
-    price_per_hour: float | None = option(
-        "Dollars for the machine; gives the cost of a million tokens.", above=0, max=MAX_COUNT
-    )
-    out: Path | None = option(
-        "Write the JSON document to this file; an interrupted run keeps its results.", is_output=True
-    )
-    report: Path | None = option("Write an HTML report to this file.", is_output=True)
-    force: bool = option("Replace files of an earlier run.", default=False)
-    compare: tuple[Path, Path] | None = option("Compare two documents instead of measuring.")
-
-    def chosen(self) -> dict[str, Any]:
-        """Fields of BenchOptions. Raises UsageError for a temperature out of range."""
-        for temperature in self.temperatures:
-            SamplingParams(temperature=temperature)  # checks it
-        values = {name: value for name, value in vars(self).items() if name != "compare"}
-        return values | {"chunked_prefill": CHUNKED[self.chunked_prefill]}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +54,7 @@ def run(flags: BenchFlags, engine: BenchEngineOptions, output: OutputOptions) ->
     from headstart.tools.bench import run as bench
     from headstart.tools.bench.summary import MIN_PAIRS, tables
 
-    options = bench.BenchOptions(config=engine.config, **flags.chosen())
+    options = bench.BenchOptions(config=engine.config, **vars(flags))
     if not output.as_json and flags.pairs < MIN_PAIRS:
         print_note(f"{flags.pairs} pairs show speeds; a verdict on them needs --pairs {MIN_PAIRS}")
     with progress("loading", quiet=output.as_json) as report_progress:
@@ -144,7 +82,7 @@ def _compare(paths: tuple[Path, Path], output: OutputOptions) -> int:
     "headstart bench step --rows 1,4,8 --context 1000 --repeats 20",
     "headstart bench step ./my-model --quantization int8 --profile --json",
 )
-def step(flags: BenchStepFlags, engine: EngineOptions, output: OutputOptions) -> int:
+def step(flags: StepFlags, engine: EngineOptions, output: OutputOptions) -> int:
     """Measure the time of a pass by number of rows, of a draft, and the share of memory bandwidth that a pass
     reaches."""
     engine.refuse_others(STEP_OPTIONS, "single passes of one sequence")
@@ -203,13 +141,6 @@ DEMO_COLUMNS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class DemoFlags(ModelOptions):
-    """DemoOptions from the command line."""
-
-    max_tokens: int | None = option("Tokens per prompt. Default: up to 64, as time allows.", min=1)
-
-
 @command("headstart demo", "headstart demo --depth 5 --max-tokens 128", "headstart demo --drafter ngram --json")
 def demo(flags: DemoFlags, engine: EngineOptions, output: OutputOptions) -> int:
     """Decode the same prompts with and without drafting, and compare texts and speed."""
@@ -237,20 +168,6 @@ def _print_prompts(data: dict[str, Any]) -> None:
 
 
 TUNED = {"depth", "depth_by_batch", "rule"}  # engine options that tune finds
-
-
-@dataclass(frozen=True, kw_only=True)
-class TuneFlags(ModelOptions):
-    """TuneOptions from the command line."""
-
-    workload: str = option("A workload of headstart bench, or FILE.jsonl.", default="mixed")
-    concurrency: tuple[int, ...] = option("Requests at a time, comma-separated.", default="1,4", min=1)
-    minutes: float = option("Time limit in minutes.", default=5.0, above=0, max=MAX_MINUTES)
-    retune: bool = option("Measure again, ignoring earlier results.", default=False)
-    url: str | None = option("Tune the OpenAI-compatible server at this address.")
-    api_key: str | None = option("API key of the server.")
-    start: str | None = option("Command that starts the server; {depth} stands for the depth. Run for each depth.")
-    start_off: str | None = option("Command that starts the server without drafting.")
 
 
 @command(

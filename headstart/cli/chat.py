@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headstart.cli.generate import WordWrap, print_stream
-from headstart.cli.options import EngineOptions, ModelOptions, SamplingOptions, read_template, with_adapted
-from headstart.cli.parser import command, option
+from headstart.cli.options import EngineOptions, SamplingOptions, read_template, with_adapted
+from headstart.cli.parser import command
 from headstart.cli.render import print_error, print_note, progress
 from headstart.errors import CapacityError, UsageError, did_you_mean
 from headstart.files import user_path, write_atomic
 from headstart.hub import DEFAULT_MODEL, DEMO_NOTE
+from headstart.options import ModelOptions, option
 from headstart.params import SamplingParams, parameters
 from headstart.server.options import CHAT_TEMPLATE_HELP
 from headstart.system import has_input, line_editing

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from headstart.cli.help import options_of, summary
-from headstart.cli.parser import HELP, REQUIRED, Command, CommandGroup, OptionGroup, argument, command
+from headstart.cli.parser import HELP, Command, CommandGroup, command
+from headstart.options import REQUIRED, OptionGroup, argument
 
 SCRIPTS = {
     "bash": """\

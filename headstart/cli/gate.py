@@ -5,28 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from headstart.cli.options import OutputOptions
-from headstart.cli.parser import REQUIRED, OptionGroup, argument, command, option
+from headstart.cli.parser import command
 from headstart.cli.render import print_table
 from headstart.core import Progress, Report
+from headstart.options import OptionGroup, option
 from headstart.tools.gate import outputs
-
-
-@dataclass(frozen=True, kw_only=True)
-class GateFlags(OptionGroup):
-    """GateOptions from the command line."""
-
-    old: str = argument("URL, checkpoint, or a file that --save wrote.", default=REQUIRED)
-    new: str = argument("URL or checkpoint.", default=REQUIRED)
-    model: str | None = option("Model of a server with several. Default: the first that it lists.")
-    api_key: str | None = option("Bearer token of the servers. Or $HEADSTART_API_KEY.")
-    floor: float | None = option("Least tokens per pass, as a share of the old one. Default: 0.9.", above=0, max=1)
-    allow_text_changes: bool = option("Another text is no failure: the weights or the engine changed.", default=False)
-    max_tokens: int | None = option("Longest answer, in tokens. Default: 64.", min=1, max=2**20)
-    trials: int | None = option(
-        "Prompts of each form, greedy and sampled. Below 6, lost JSON is not always noticed. Default: 6.",
-        min=1,
-        max=100,
-    )
+from headstart.tools.options import GateFlags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +45,7 @@ def gate(flags: GateFlags, files: GateFiles, output: OutputOptions) -> int:
         outputs.refuse_existing(files.paths)
     from headstart.tools.gate.run import GateOptions, run
 
-    options = GateOptions(**flags.chosen())
+    options = GateOptions(**vars(flags))
 
     def work(progress: Progress) -> Report:
         report = run(options, progress)

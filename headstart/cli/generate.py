@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headstart.cli import options
-from headstart.cli.parser import OptionGroup, command, option
+from headstart.cli.parser import command
 from headstart.cli.render import print_json, print_note, progress
 from headstart.errors import UsageError
+from headstart.options import ModelOptions, OptionGroup, option
 from headstart.stats import synthetic_note
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class ImageOptions(OptionGroup):
     "echo 'def add(a, b):' | headstart generate --raw --depth 5",
 )
 def run(
-    named: options.ModelOptions, prompts: options.PromptOptions, attached: ImageOptions,
+    named: ModelOptions, prompts: options.PromptOptions, attached: ImageOptions,
     sampling: options.SamplingOptions, engine: options.LoadTestOptions, output: options.OutputOptions,
 ) -> int:  # fmt: skip
     """Continue one prompt; prints streamed text or one JSON document."""

@@ -4,7 +4,8 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from headstart.cli.parser import HELP, HELP_ALL, REQUIRED, Command, CommandGroup, Option
+from headstart.cli.parser import HELP, HELP_ALL, Command, CommandGroup
+from headstart.options import REQUIRED, Option
 
 MAX_WIDTH, MIN_WIDTH = 100, 24
 NAME_COLUMN = 30  # width of the column of names; a longer name has a line of its own
@@ -74,8 +75,8 @@ def _row(item: Option) -> tuple[str, str]:
     description = item.help
     if item.default is REQUIRED:
         description += " Required."
-    elif not item.is_switch and item.default is not None:
-        description += f" Default: {item.default}."
+    elif item.default_text:
+        description += f" Default: {item.default_text}."
     return names if item.is_switch else f"{names} {item.value_name}", description
 
 

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from headstart.cli.options import OutputOptions
-from headstart.cli.parser import OptionGroup, argument, command, option
+from headstart.cli.parser import command
 from headstart.cli.render import finish, progress
 from headstart.errors import UsageError
+from headstart.options import OptionGroup, argument, option
 
 if TYPE_CHECKING:
     from headstart.tools.launch.prepare import LaunchOptions

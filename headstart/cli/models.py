@@ -4,11 +4,12 @@ import sys
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from headstart.cli.options import ModelOptions, OutputOptions
-from headstart.cli.parser import REQUIRED, CommandGroup, OptionGroup, argument, command, option
+from headstart.cli.options import OutputOptions
+from headstart.cli.parser import CommandGroup, command
 from headstart.cli.render import finish, print_note, print_table
 from headstart.cli.settings import Settings
 from headstart.errors import UsageError
+from headstart.options import REQUIRED, ModelOptions, OptionGroup, argument, option
 
 if TYPE_CHECKING:
     from headstart.core import Report

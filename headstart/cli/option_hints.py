@@ -9,10 +9,11 @@ from itertools import takewhile
 
 from headstart import registry
 from headstart.cli.foreign_flags import EXTRA_ARGUMENT, MIN_SIMILARITY, MODEL, NOT_NEEDED, counterparts
-from headstart.cli.parser import Command, ParseError
+from headstart.cli.parser import Command
 from headstart.cli.vllm_flags import FLAGS, hint_of, vllm_name
 from headstart.config import MAX_DEPTH
 from headstart.errors import UsageError
+from headstart.options import ParseError
 from headstart.tools.launch.arguments import FLAG, SWITCHES, ArgumentTable, argument_table
 
 VALUES: Mapping[str, tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...]] = {

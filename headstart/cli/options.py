@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_origin, get_type_hints
 
 from headstart import files
-from headstart.cli.parser import Option, OptionGroup, argument, option
 from headstart.cli.render import finish, progress
 from headstart.config import (
     AUTO,
@@ -20,29 +19,14 @@ from headstart.config import (
     parse_speculative_config,
 )
 from headstart.errors import ParameterError, UsageError
+from headstart.options import Option, OptionGroup, option
 from headstart.params import Parameter, SamplingParams, parameters
 
 if TYPE_CHECKING:
     from headstart.core import Progress, Report
     from headstart.text.chat import ChatTemplate
 
-MAX_MINUTES = 7 * 24 * 60
 NUMBERS_OR_WORDS = frozenset({"depth", "draft_vocab"})  # fields of EngineConfig that take a number or a word
-MODEL_HELP = "A path, a .gguf file, a Hugging Face repo id or an alias; none: the default model, a tiny demo model."
-
-
-def model_names() -> list[str]:
-    """Models with a short name, for shell completion."""
-    from headstart import hub
-
-    return [*hub.builtin_names(), *hub.published_models()]
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelOptions(OptionGroup):
-    """The model of a command."""
-
-    model: str | None = argument(MODEL_HELP, complete=model_names)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,44 +1,12 @@
 """`headstart plan`: speed, memory and cost of a model on a machine, predicted."""
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from headstart.cli.options import OutputOptions
-from headstart.cli.parser import OptionGroup, argument, command, option
+from headstart.cli.parser import command
 from headstart.cli.render import print_records, print_table
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanFlags(OptionGroup):
-    """PlanOptions from the command line."""
-
-    model: str | None = argument(
-        "A card such as deepseek-v4, a directory, a .gguf file or a repo id; none: the default model."
-    )
-    gpu: str = option("Device and count, such as h200x4; here: this machine, as measured.", default="here")
-    batches: tuple[int, ...] = option("Sequences decoded together, comma-separated.", "--batch", default="1,4,8")
-    context: int | None = option("Positions per sequence, with the prompt. Default: 2048, or the model's maximum.")
-    drafter: str | None = option(
-        "mtp, eagle3, medusa, dflash, ngram, draft_model, none, all; comma-separated. Default: the model's own."
-    )
-    head: str | None = option("A separate drafter, or a draft model.")
-    acceptance: str | None = option(
-        "Acceptance rate by position (given that the tokens before were accepted), or an acceptance length."
-    )
-    depths: tuple[int, ...] = option("Tokens drafted, comma-separated. Default: the best of 0 to 8.", "--depth")
-    weights: str | None = option("bf16, fp8, int8, int4, nvfp4, ... Default: the checkpoint's own.")
-    kv_dtype: str | None = option("KV cache: bf16 (default), fp8, int8, ...")
-    tp: int | None = option("Tensor parallelism. Default: all devices.")
-    ep: int | None = option("Expert parallelism: all devices, or 1 (default).")
-    price_per_hour: str | None = option("Dollars for one device, or on-demand or spot; gives the cost of tokens.")
-    api_price: str | None = option("Price of an API in dollars per million tokens, or list, to compare with.")
-    price_list: str | None = option("TOML file of prices, in the format of the built-in one.")
-    fleet: str | None = option(
-        "A load, such as '100 req/s, 1500 in, 300 out, TTFT 1 s, TPOT 40 ms' (limits for p95, or with p99 for p99): "
-        "gives the number of machines, and whether disaggregation pays (at 100 Gbit/s, or with 25 Gbit/s at that)."
-    )
-    recalibrate: bool = option("Measure this machine again.", default=False)
+from headstart.tools.options import PlanFlags
 
 
 @command(

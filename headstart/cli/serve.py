@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headstart.cli.options import ServingOptions, read_template, with_adapted
-from headstart.cli.parser import OptionGroup, command, option
+from headstart.cli.parser import command
 from headstart.cli.render import finish, progress
 from headstart.cli.serve_engine import OtherEngineOptions, launch_options
 from headstart.cli.serve_models import ServedModelsOptions, model_manager
@@ -18,16 +18,12 @@ from headstart.cli.settings import Settings
 from headstart.cli.vllm_flags import VllmFlags, rewrite
 from headstart.config import EngineConfig, flag_of
 from headstart.errors import UsageError
+from headstart.options import OptionGroup, option
 from headstart.server.options import ServerOptions, media_domains
 
 if TYPE_CHECKING:
     from headstart.server.app import ServerConfig
     from headstart.server.replicas.group import ReplicaId
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeOptions(ServerOptions, OptionGroup):
-    """ServerOptions from the command line."""
 
 
 def _check_tls(certificate: Path | None, key: Path | None) -> None:
@@ -50,7 +46,7 @@ def _check_tls(certificate: Path | None, key: Path | None) -> None:
         raise UsageError(f"--ssl-certfile {certificate}, --ssl-keyfile {key}: {reason}", hint) from None
 
 
-def check_role(serving: ServeOptions, config: EngineConfig) -> ServeOptions:
+def check_role(serving: ServerOptions, config: EngineConfig) -> ServerOptions:
     """The options with the role; `--prefill` alone makes a decode server. Raises UsageError for contradictions."""
     role = serving.role or ("decode" if serving.prefill is not None else None)
     if role == "decode" and serving.prefill is None:
@@ -111,7 +107,7 @@ def with_tuned(model: str | None, config: EngineConfig) -> EngineConfig:
     rewrite=rewrite,
 )
 def run(
-    serving: ServeOptions, named: ServedModelsOptions, engine: ServingOptions, vllm: VllmFlags,
+    serving: ServerOptions, named: ServedModelsOptions, engine: ServingOptions, vllm: VllmFlags,
     other: OtherEngineOptions, replicas: ReplicaOptions, settings: Settings,
 ) -> int:  # fmt: skip
     """Serve one or several models over HTTP with the APIs of OpenAI, vLLM, Anthropic and Ollama."""
@@ -141,7 +137,7 @@ def run(
 
 
 def _serve_with_other_engine(
-    name: str, dry: bool, models: ServedModelsOptions, serving: ServeOptions, engine: ServingOptions, vllm: VllmFlags
+    name: str, dry: bool, models: ServedModelsOptions, serving: ServerOptions, engine: ServingOptions, vllm: VllmFlags
 ) -> int:
     from headstart.cli import launch
     from headstart.tools.launch.run import run as dry_run
@@ -171,7 +167,7 @@ def _serve_several(
 
 
 def _serve_one(
-    model: str | None, config: EngineConfig, serving: ServeOptions, replicas: ReplicaOptions, *, may_tune: bool
+    model: str | None, config: EngineConfig, serving: ServerOptions, replicas: ReplicaOptions, *, may_tune: bool
 ) -> int:
     replica_id = replicas.replica_id
     if replica_id is None:
@@ -205,7 +201,7 @@ def _serve_one(
     return 0
 
 
-def _server_config(serving: ServeOptions, replicas: ReplicaOptions) -> ServerConfig:
+def _server_config(serving: ServerOptions, replicas: ReplicaOptions) -> ServerConfig:
     """Raises UsageError."""
     from headstart.server.app import ServerConfig
 
@@ -262,7 +258,7 @@ def start_replica(replica_id: ReplicaId) -> int:
 
 
 def supervise_replicas(replicas: ReplicaOptions, config: EngineConfig, serving: dict[str, Any]) -> int:
-    """Start and supervise the replicas; returns the exit code. `serving`: ServeOptions by name. Raises UsageError."""
+    """Start and supervise the replicas; returns the exit code. `serving`: ServerOptions by name. Raises UsageError."""
     from headstart import machine
     from headstart.server.process import listening, set_up_logs
     from headstart.server.replicas.group import MEMORY_SHARE, divide_cpus

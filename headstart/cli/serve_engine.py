@@ -5,10 +5,10 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from headstart.cli.options import EngineOptions
-from headstart.cli.parser import OptionGroup, option
 from headstart.cli.vllm_flags import SIZED, plain_size
 from headstart.config import AUTO, flag_of, read_count
 from headstart.errors import UsageError
+from headstart.options import OptionGroup, option
 
 if TYPE_CHECKING:
     from headstart.tools.launch.prepare import LaunchOptions

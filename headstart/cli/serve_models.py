@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headstart.cli.options import NUMBERS_OR_WORDS, model_names, number_or_word
-from headstart.cli.parser import OptionGroup, argument, option
+from headstart.cli.options import NUMBERS_OR_WORDS, number_or_word
 from headstart.cli.settings import Settings, suggest
 from headstart.config import EngineConfig, config_fields, flag_of
 from headstart.errors import UsageError
+from headstart.options import OptionGroup, argument, model_names, option
 from headstart.server.options import KeepAlive
 
 if TYPE_CHECKING:

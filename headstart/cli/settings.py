@@ -16,9 +16,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from headstart.cli.parser import CONFIG, Command, Option
+from headstart.cli.parser import CONFIG, Command
 from headstart.errors import UsageError, did_you_mean
 from headstart.files import read_text, user_path
+from headstart.options import Option
 
 PREFIX = "HEADSTART_"
 FILE = "headstart.toml"

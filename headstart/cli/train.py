@@ -7,11 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headstart.cli.options import MAX_MINUTES, EngineOptions, ModelOptions, OutputOptions
-from headstart.cli.parser import REQUIRED, OptionGroup, argument, command, option
+from headstart.cli.options import EngineOptions, OutputOptions
+from headstart.cli.parser import command
 from headstart.cli.render import finish, progress
 from headstart.config import flag_of
 from headstart.errors import UsageError
+from headstart.options import REQUIRED, ModelOptions, option
+from headstart.tools.options import AdaptFlags
 
 if TYPE_CHECKING:
     from headstart.train.options import TrainOptions
@@ -168,22 +170,6 @@ def data(flags: DataFlags, engine: EngineOptions, output: OutputOptions) -> int:
     return output.run("data", partial(self_distillation.run, options))
 
 
-@dataclass(frozen=True, kw_only=True)
-class AdaptFlags(OptionGroup):
-    """AdaptOptions from the command line."""
-
-    records: Path | None = argument("Folder of records of headstart serve --record.", metavar="DIR")
-    model: str | None = option("The model that wrote the records. Default: the default model.")
-    head: Path | None = option("Head to begin with. Default: the one in use.")
-    kind: str | None = option("Kind of the model's head: mtp, eagle3, ... Default: the one in use.")
-    lora: Path | None = option("LoRA adapter that wrote the records: the head drafts for it alone.", metavar="PATH",
-                               must_exist=True)  # fmt: skip
-    minutes: float = option("Duration of the run.", default=30.0, above=0, max=MAX_MINUTES)
-    forget: bool = option("Remove the adapted head, so that the model's own head is used again.", default=False)
-    threads: int | None = option("CPU threads.")
-    seed: int = option("Order of data.", default=0)
-
-
 @command(
     "headstart serve --record my-records",
     "headstart adapt my-records --minutes 30",
@@ -204,9 +190,7 @@ def adapt(flags: AdaptFlags, output: OutputOptions) -> int:
 
     from headstart.tools.adapt.run import AdaptOptions, run as adapt_run
 
-    options = flags.chosen()
-    del options["forget"]
-    return finish(adapt_run(AdaptOptions(**options)), output.as_json)
+    return finish(adapt_run(AdaptOptions(**vars(flags))), output.as_json)
 
 
 def _forget(flags: AdaptFlags, as_json: bool) -> int:

@@ -6,11 +6,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headstart.cli.options import MAX_MINUTES, EngineOptions, ModelOptions, OutputOptions, number_or_word, read_text
-from headstart.cli.parser import REQUIRED, OptionGroup, argument, command, option
+from headstart.cli.options import EngineOptions, OutputOptions, number_or_word, read_text
+from headstart.cli.parser import command
 from headstart.cli.render import print_table
 from headstart.config import AUTO, flag_of
 from headstart.errors import UsageError
+from headstart.options import REQUIRED, ModelOptions, OptionGroup, argument, option
+from headstart.tools.options import MAX_MINUTES
 
 SWITCH = {"on": True, "off": False}.__getitem__
 VARIED = {

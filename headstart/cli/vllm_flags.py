@@ -7,9 +7,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from headstart.cli.parser import HELP, HELP_ALL, Option, OptionGroup
+from headstart.cli.parser import HELP, HELP_ALL
 from headstart.config import SPECULATIVE_FLAGS, EngineConfig, depth_rows
 from headstart.errors import UsageError
+from headstart.options import Option, OptionGroup
 
 if TYPE_CHECKING:
     from headstart.tools.launch.arguments import ArgumentTable

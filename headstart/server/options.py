@@ -6,11 +6,12 @@ Imports nothing heavy, since every start of the command line reads it.
 import re
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headstart.errors import UsageError
+from headstart.options import OptionGroup, option
 from headstart.server import limits
 
 CHAT_TEMPLATE_HELP = "Chat template: chatml, gemma, llama3, vicuna, or a Jinja file."
@@ -18,16 +19,11 @@ DEFAULT_KEEP_ALIVE_S = 300.0
 UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")  # one part of a time such as 1h30m
 _DOMAIN = re.compile(r"[\w-]+(\.[\w-]+)*")
-RARE = {"panel": "Server, more", "is_rare": True}  # options that only --help-all shows
-
-
-def option(help: str, *, default: Any = None, **more: Any) -> Any:
-    """A dataclass field for a command line option. `more`: further fields of cli.parser.Option."""
-    return field(default=default, metadata={"help": help, **more})
+RARE: dict[str, Any] = {"panel": "Server, more", "is_rare": True}  # options that only --help-all shows
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerOptions:
+class ServerOptions(OptionGroup):
     """Options of `serve` for one server."""
 
     host: str = option("Address to listen on.", default="127.0.0.1")

@@ -8,6 +8,7 @@ from typing import Any
 from headstart.api import LLM, Completion
 from headstart.config import EngineConfig
 from headstart.core import DraftStats, Progress, Report, SamplingParams, no_progress
+from headstart.tools.options import DemoFlags
 from headstart.tools.prompts import builtin_prompts, first_difference
 
 MAX_ROUNDS = 3
@@ -17,10 +18,8 @@ WARM_UP_TOKENS = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class DemoOptions:
-    model: str | None = None
+class DemoOptions(DemoFlags):
     config: EngineConfig = field(default_factory=EngineConfig)
-    max_tokens: int | None = None  # None: as many as fit the time budget, at most MAX_TOKENS
 
 
 @dataclass

@@ -25,6 +25,7 @@ from headstart.tools.bench.inprocess import InProcessTarget
 from headstart.tools.bench.measure import OFF, SERVER, BenchTarget, Notify, RequestLoad, RunOutcome, measure, warm_up
 from headstart.tools.bench.summary import speedup
 from headstart.tools.bench.workloads import Task
+from headstart.tools.options import TuneFlags
 from headstart.tools.saved import TunedSetting, load_setting, save_setting
 
 DEPTHS = (FIXED_DEPTH, 2, 1, 5)
@@ -37,17 +38,8 @@ best candidate's interval is below 1. Otherwise no setting is saved: `auto` deci
 
 
 @dataclass(frozen=True, kw_only=True)
-class TuneOptions:
-    model: str | None = None
+class TuneOptions(TuneFlags):
     config: EngineConfig = field(default_factory=EngineConfig)
-    workload: str = "mixed"
-    concurrency: tuple[int, ...] = (1, 4)
-    minutes: float = 5.0  # time limit, including loading; a shorter time allows fewer candidates
-    retune: bool = False  # measure again although a setting is saved
-    url: str | None = None  # address of a server; None: this process
-    api_key: str | None = None
-    start: str | None = None  # command of the server, with {depth}; None: requests set the depth
-    start_off: str | None = None  # its command without drafting
 
 
 @dataclass

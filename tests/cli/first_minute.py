@@ -15,7 +15,8 @@ from typing import Any
 from unittest import mock
 
 from headstart.cli import app
-from headstart.cli.parser import Command, Option, all_commands
+from headstart.cli.parser import Command, all_commands
+from headstart.options import Option
 
 ALLOWED = {0, 1, 2, 130}
 HELP = ("-h", "--help")

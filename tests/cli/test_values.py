@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 import pytest
 
-from headstart.cli.parser import OptionGroup, argument, command, option
+from headstart.cli.parser import command
 from headstart.errors import UsageError
+from headstart.options import OptionGroup, argument, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +24,7 @@ class Everything(OptionGroup):
     stop: list[int] | None = option("")
     pair: tuple[Path, Path] | None = option("")
     rows: tuple[int, ...] = option("", min=1)
-    sizes: tuple[int, ...] = option("", default="1,4")
+    sizes: tuple[int, ...] = option("", default=(1, 4))
     raw: bool = option("", default=False)
 
 

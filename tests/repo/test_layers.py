@@ -11,8 +11,8 @@ from headstart import registry
 
 FLOORS: tuple[tuple[str, ...], ...] = (
     (
-        "core", "params", "stats", "config", "errors", "registry", "files", "system", "hub", "machine", "svg",
-        "_download", "placeholder", "version", "exact",
+        "core", "params", "stats", "config", "options", "errors", "registry", "files", "system", "hub", "machine",
+        "svg", "_download", "placeholder", "version", "exact",
     ),
     ("text", "formats", "kernels"),
     ("layers", "cache"),

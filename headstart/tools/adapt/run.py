@@ -24,6 +24,7 @@ from headstart.heads.kind import head_kind, trained_kinds
 from headstart.server.records import RecordedModel, TextRecord, read_manifest, read_records
 from headstart.tools import saved
 from headstart.tools.adapt import evaluation
+from headstart.tools.options import AdaptFlags
 from headstart.tools.prompts import builtin_prompts
 from headstart.train import self_distillation
 from headstart.train.options import TrainOptions
@@ -49,15 +50,8 @@ MORE_TOKENS = 1024  # tokens that adapting may add to a draft vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdaptOptions:
+class AdaptOptions(AdaptFlags):
     records: Path
-    model: str | None = None
-    head: Path | None = None  # None: the head in use
-    kind: str | None = None  # of the head, where the model has several
-    lora: Path | None = None  # LoRA adapter that wrote the records, and that the head drafts for
-    minutes: float = 30.0  # of the whole run
-    threads: int | None = None
-    seed: int = 0
 
     @property
     def config(self) -> EngineConfig:

@@ -12,11 +12,13 @@ from headstart.config import EngineConfig, config_fields
 from headstart.core import Progress, Report, no_progress
 from headstart.errors import CapacityError, HeadstartError, UsageError
 from headstart.files import read_regular, write_atomic
+from headstart.params import SamplingParams
 from headstart.stats import synthetic_note
 from headstart.tools.bench import measure, workloads
 from headstart.tools.bench.document import BenchCell, BenchDocument, BenchRow
 from headstart.tools.bench.summary import checks, rows_of, table_lines
 from headstart.tools.bench.workloads import Task, Workload
+from headstart.tools.options import CHUNKED, BenchFlags
 
 INTERRUPTED = "interrupted"
 WARM_CACHE = 0.1  # share of cached prompt tokens above which TTFT no longer measures prefill
@@ -26,31 +28,12 @@ MARKS = (b"headstart-bench", b"<title>headstart bench:")  # identify a document 
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions:
-    model: str | None = None
+class BenchOptions(BenchFlags):
     config: EngineConfig = field(default_factory=EngineConfig)
-    url: str | None = None  # server to measure; None: an engine in this process
-    off_url: str | None = None  # second server, for mode "off"
-    api_key: str | None = field(default=None, repr=False)
-    preset: str | None = None
-    scale: float = 1.0
-    workloads: tuple[str, ...] = ()
-    prompts: Path | None = None  # JSONL file with source texts for synthetic prompts
-    concurrency: tuple[int, ...] = ()  # requests at a time; empty: the preset's, else 1, 4 and 16
-    rates: tuple[float, ...] = ()  # Poisson arrivals per second, instead of `concurrency`
-    requests: int | None = None  # None: measure.num_requests_for
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-    temperatures: tuple[float, ...] = ()
-    modes: tuple[str, ...] = ()  # empty: off and auto, or the server's own setting
-    pairs: int = 3  # repeats of each workload, load and mode
-    chunked_prefill: tuple[bool, ...] = (True,)  # values to measure, in process only
-    price_per_hour: float | None = None  # of the machine
-    out: Path | None = None
-    report: Path | None = None
-    force: bool = False
 
     def __post_init__(self) -> None:
+        for temperature in self.temperatures:
+            SamplingParams(temperature=temperature)  # checks it
         self._check_numbers()
         if self.preset and self.preset not in workloads.PRESETS:
             raise UsageError(f"--preset is {self.preset!r}, which is unknown", f"known: {', '.join(workloads.PRESETS)}")
@@ -65,7 +48,7 @@ class BenchOptions:
                 raise UsageError(f"{first} and {second} are both given", "give one of them")
         if self.url is None and (self.off_url or self.api_key):
             raise UsageError("--off-url and --api-key are for servers", "give --url too")
-        if self.url is not None and self.chunked_prefill != (True,):
+        if self.url is not None and self.chunked_prefill != "on":
             raise UsageError("--chunked-prefill cannot be changed over HTTP", "start the server with or without it")
         self._check_names()
         for path in (self.out, self.report):
@@ -233,7 +216,7 @@ def _targets(options: BenchOptions, progress: Progress) -> Iterator[measure.Benc
     most = max((load.concurrency or 0 for load in options.loads), default=0)
     config = replace(options.config, max_num_seqs=max(options.config.max_num_seqs, most))
     model: Any = options.model
-    for chunked in options.chunked_prefill:
+    for chunked in CHUNKED[options.chunked_prefill]:
         target = InProcessTarget(model, config, chunked_prefill=chunked, progress=progress)
         model, config = target.model, replace(config, kv_blocks=target.kv_blocks)  # the same for all
         yield target

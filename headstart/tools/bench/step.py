@@ -22,6 +22,7 @@ from headstart.kernels.backend import backend_kind
 from headstart.kernels.ops import Profiler
 from headstart.machine import cpu, threads
 from headstart.tools import doctor
+from headstart.tools.options import StepFlags
 from headstart.tools.pass_timing import READ_RUNS, PrefilledEngine, held_bytes, readable_bytes, time_in_turns
 from headstart.tools.prompts import builtin_prompts
 from headstart.version import __version__
@@ -39,13 +40,8 @@ MIN_EXTRA_POSITIONS = 64  # least room after the context, for a generation or a 
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepOptions:
-    model: str | None = None
+class StepOptions(StepFlags):
     config: EngineConfig = field(default_factory=EngineConfig)
-    rows: tuple[int, ...] = ()  # row counts of passes; empty: those of ROWS that fit the model's context
-    context: int = 128  # computed positions before the rows
-    repeats: int | None = None  # None: as many as PASSES_BUDGET_S allows
-    profile: bool = False
     read_bytes: int | None = None  # buffer for the bandwidth test; None: much larger than processor caches
 
 

@@ -1,25 +1,13 @@
 """`headstart export`: a head, or a model with its head, in the layout of another engine."""
 
-from dataclasses import dataclass
-from pathlib import Path
-
 from headstart import registry
 from headstart.core import Progress, Report, no_progress
 from headstart.errors import UsageError
 from headstart.tools.export.plan import carry_out, check_target
 from headstart.tools.export.source import Export, ExportRequest
+from headstart.tools.options import ExportOptions
 
 DEFAULT = "xllm"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExportOptions:
-    model: str | None = None
-    head: Path | None = None  # None: the one that goes with the model
-    to: str = DEFAULT
-    out: Path
-    model_type: str | None = None  # None: as the config says
-    force: bool = False
 
 
 def run(options: ExportOptions, progress: Progress = no_progress) -> Report:

@@ -31,15 +31,14 @@ from headstart.files import read_text
 from headstart.system import stop_process_group
 from headstart.tools.bench.summary import bootstrap_interval, draw_resamples, paired
 from headstart.tools.client import Server, find_model, list_models
+from headstart.tools.options import GateFlags
 from headstart.tools.probe.endpoint import EndpointLost, EndpointRefused
 from headstart.tools.probe.exact import DEEP, SWITCHES
 from headstart.tools.probe.exact_requests import FORMS, SCHEMA, ExactClient, ProbeResponse, RequestCase, make_prompt
 from headstart.tools.prompts import builtin_prompts
 
 FORMAT = "headstart gate 2"
-TRIALS = 6  # prompts of each form, greedy and sampled
 CONCURRENCY = 8  # requests in company
-MAX_TOKENS = 64
 OBJECTS = {"schema": "valid JSON under a schema", "tools": "valid arguments of tool calls"}
 OBJECT_TOKENS = 192  # least limit of answers that should be whole JSON objects
 SIGNIFICANT = 0.01
@@ -48,17 +47,7 @@ STOP_SECONDS, POLL_SECONDS = 20.0, 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
-class GateOptions:
-    """Sides are URLs, checkpoints (path, repo id or alias) or, for `old`, a file that `save` wrote."""
-
-    old: str
-    new: str
-    model: str | None = None  # of servers with several
-    api_key: str | None = None
-    floor: float = 0.9  # of the old tokens per pass
-    allow_text_changes: bool = False  # another quantization or engine
-    max_tokens: int = MAX_TOKENS
-    trials: int = TRIALS
+class GateOptions(GateFlags):
     seed: int = field(default_factory=lambda: secrets.randbelow(2**31))  # of the prompts
 
 

@@ -5,7 +5,6 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -31,6 +30,7 @@ from headstart.tools.export.plan import Plan, as_json, carry_out, check_target, 
 from headstart.tools.export.source import inner_files, open_directory, other_weights, side_files
 from headstart.tools.graft.describe import check_method, describe, fp8_blocks, keys_for, modelopt_of, modelopt_text
 from headstart.tools.graft.fit import check_fit
+from headstart.tools.options import GraftOptions
 from headstart.tools.prompts import builtin_prompts, measure_acceptance
 from headstart.version import __version__
 
@@ -42,19 +42,6 @@ MAX_TOKENS = 48
 PAYS, DEAD = 1.4, 1.05
 """Acceptance lengths: from PAYS on, a head saves time on CPUs; below DEAD, it predicts almost nothing."""
 Wrote = Callable[[int], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class GraftOptions:
-    """Options. `base`: checkpoint with the head. `strip`: remove the head instead. `no_measure`: skip measuring."""
-
-    model: str
-    base: str | None = None
-    out: Path
-    strip: bool = False
-    quantize_head: bool = False
-    force: bool = False
-    no_measure: bool = False
 
 
 def run(options: GraftOptions, progress: Progress = no_progress) -> Report:

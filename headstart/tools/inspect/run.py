@@ -8,7 +8,7 @@ import gc
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from headstart.tools.inspect.drafters import DrafterReport, FitCheck, describe_d
 from headstart.tools.inspect.findings import Finding, Subject, findings, shared_tensors
 from headstart.tools.inspect.fit import check_fit, check_native, check_whole, drafter_findings
 from headstart.tools.inspect.render import lines
+from headstart.tools.options import InspectOptions
 
 SCHEMA = 1
 LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_sequence_length")
@@ -50,17 +51,6 @@ SPECULATION_KEYS = (
     "speculative_decoding", "speculation_type", "use_mtp", "num_assistant_tokens", "assistant_confidence_threshold",
     "assistant_early_exit", "prompt_lookup_num_tokens",
 )  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class InspectOptions:
-    """Options of `headstart inspect`. `head`: directory of a separate head for the model. `target`: model that the
-    inspected drafter drafts for. `deep`: also measure acceptance."""
-
-    model: str | None = None
-    head: str | None = None
-    target: str | None = None
-    deep: bool = False
 
 
 def run(options: InspectOptions, progress: Progress = no_progress) -> Report:

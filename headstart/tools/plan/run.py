@@ -11,6 +11,7 @@ from headstart.config import KV_SPELLINGS, MAX_DEPTH, EngineConfig, KVDtype
 from headstart.core import Progress, Report, no_progress
 from headstart.errors import UsageError
 from headstart.tools.bench.summary import cost_per_million
+from headstart.tools.options import PlanFlags
 from headstart.tools.plan import drafters, roofline
 from headstart.tools.plan.fleet import ASSUMPTIONS, FleetLoad, parse_load, plan_fleet
 from headstart.tools.plan.machine import (
@@ -50,27 +51,7 @@ class Prices:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions:
-    """Options of `headstart plan`. Prices are dollars, or a word to look up in `price_list`."""
-
-    model: str | None = None  # card, directory, .gguf file or repo id; None: the default model
-    gpu: str = HERE  # device and count, such as h200x4
-    batches: tuple[int, ...] = (1, 4, 8)
-    context: int | None = None  # positions of each sequence; None: CONTEXT, at most the model's
-    acceptance: str | None = None  # acceptances by position, or an acceptance length; None: the drafter's
-    depths: tuple[int, ...] = ()  # empty: the best one
-    drafter: str | None = None  # kinds, comma-separated; None: the model's own
-    head: str | None = None  # a drafter checkpoint
-    weights: str | None = None  # weight format; None: the model's
-    kv_dtype: str | None = None
-    tp: int | None = None  # None: all devices
-    ep: int | None = None  # None: 1
-    price_per_hour: str | float | None = None  # of one device; or the words on-demand, spot
-    api_price: str | float | None = None  # of a million output tokens; or the word list
-    price_list: str | None = None  # a TOML file; None: the built-in one
-    recalibrate: bool = False  # measure this machine again
-    fleet: str | None = None  # a load (fleet.parse_load), which also sets the context
-
+class PlanOptions(PlanFlags):
     def __post_init__(self) -> None:
         if not self.batches or not 1 <= min(self.batches) <= max(self.batches) <= MAX_BATCH:
             raise UsageError(f"--batch goes from 1 to {MAX_BATCH:,}", "for example --batch 1,4,8")
