@@ -88,8 +88,9 @@ class DraftPrograms:
 class DraftRunner(Protocol):
     """Services of the engine for drafters."""
 
-    def open(self, network: Network) -> NetworkHandle:
-        """Registers a network of the drafter; called by Drafter.attach. Raises ModelError for recurrent layers."""
+    def open(self, network: Network, source: NetworkHandle | None = None) -> NetworkHandle:
+        """Registers a network of the drafter; called by Drafter.attach. It reads the hidden states that `source` stores
+        (None: the trunk). Raises ModelError for recurrent layers."""
 
     def run(
         self, handle: NetworkHandle, program: str, rows: Seq[Rows], *, hidden: Buffer = None
@@ -228,6 +229,7 @@ class TargetModel:
     head: Head | None = None
     vocabulary: DraftVocabulary = DraftVocabulary()
     draft_texts: TextCompleter | None = None  # of a draft model that has another tokenizer
+    network: NetworkHandle | None = None  # of a draft model whose own head is attached; None: the trunk
 
 
 class Drafter:

@@ -1,24 +1,32 @@
-"""A second, smaller model drafts, one pass per token, or a PARD model in one; it uses the trunk's block tables.
+"""A second, smaller model drafts, token by token, or a PARD model in one pass; it uses the trunk's block tables.
 
 Each draft first computes all tokens committed since the last draft; the newest token's row gives the first draft token.
-KV of drafted tokens that are accepted stays valid, because a whole model's KV depends on tokens only. A model with
-another tokenizer drafts in an engine of its own (_retokenized.py).
+KV of drafted tokens that are accepted stays valid, because a whole model's KV depends on tokens only. If the model has
+a head of its own, that head guesses the next tokens of the draft, and one pass of the model verifies them (cascade
+speculative drafting, arXiv 2312.11462): fewer passes, and the same draft. A model with another tokenizer drafts in an
+engine of its own (_retokenized.py).
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from headstart.core import Rows, Sequence
+from headstart.core import Draft, Rows, Sequence, TokenCounts
 from headstart.drafters._retokenized import RetokenizingDrafter
-from headstart.drafters.base import Drafter, DraftRequest, GrowingDraft, TargetModel, draw_next
+from headstart.drafters.base import Drafter, DraftRequest, DraftVocabulary, GrowingDraft, TargetModel
 from headstart.drafters.block import BlockDrafter
+from headstart.drafters.head import HeadDrafter
 from headstart.errors import UsageError
+from headstart.heads.base import Head
 from headstart.heads.draft_model import DraftModel
 from headstart.kernels.ops import Buffer
+from headstart.layers.decoder import tap_width
 from headstart.layers.network import FORWARD, DecoderNetwork
+
+MAX_GUESSES = 3
+"""Tokens that a draft model's head guesses for one pass of the draft model."""
 
 
 @dataclass
@@ -30,6 +38,38 @@ class _Unverified:
     table: array[int]  # the sequence's block table; preemption replaces it, and the KV is lost
 
 
+class _GuessingHead(HeadDrafter):
+    """Guesses the next tokens of drafts with the draft model's own head."""
+
+    def __init__(self, target: TargetModel, head: Head) -> None:
+        super().__init__(target, head)
+        self._committed: dict[Sequence, int] = {}  # tokens of the trunk in each sequence of the latest call
+
+    def guess(self, drafts: Seq[GrowingDraft]) -> list[list[int]]:
+        """Up to MAX_GUESSES tokens behind each draft, at most all that it lacks but one."""
+        self._committed.clear()
+        requests: list[DraftRequest] = []
+        for draft in drafts:
+            tokens = [*draft.sequence.tokens, *draft.draft.tokens]  # for the head all of them are committed
+            sequence = replace(draft.sequence, tokens=tokens, draft=Draft(), counts=TokenCounts())
+            self._committed[sequence] = len(draft.sequence.tokens)
+            requests.append(DraftRequest(sequence, self._count(draft)))
+        self.propose([request for request in requests if request.depth > 0])
+        return [request.sequence.draft.tokens for request in requests]
+
+    def _count(self, draft: GrowingDraft) -> int:
+        drafted = len(draft.draft.tokens)
+        if draft.sequence.constraint is not None or drafted + 1 >= self._budget:
+            return 0
+        return min(MAX_GUESSES, self.max_depth, draft.depth - drafted - 1)
+
+    def _mark_filled(self, parts: Seq[Rows]) -> None:
+        """Marks pairs of the trunk's tokens only: others end with their draft."""
+        counts = [max(self._committed[part.sequence] - part.start, 0) for part in parts]
+        pairs = zip(parts, counts, strict=True)
+        super()._mark_filled([replace(part, token_ids=part.token_ids[:count]) for part, count in pairs if count])
+
+
 class DraftModelDrafter(Drafter):
     """Drafts with a whole model; uses only the trunk's tokens."""
 
@@ -39,7 +79,16 @@ class DraftModelDrafter(Drafter):
         self._runner, self._budget, self._model = target.runner, target.token_budget, model
         ids = model.draft_token_ids
         self._token_ids = None if ids is None else target.backend.index(ids)
-        self._network = target.runner.open(DecoderNetwork(model.decoder))
+        whole, head = model.whole, None if ids is not None or model.own_ids is not None else model.whole.head
+        width = tap_width(head.spec.tap, whole.config.hidden_size, whole.config.num_streams) if head else 0
+        self._network = target.runner.open(DecoderNetwork(model.decoder, head.spec.tap if head else None, width))
+        self._head: _GuessingHead | None = None
+        if head:
+            own = replace(
+                target, model=whole.decoder, config=whole.config, weights=whole.weights, head=head,
+                vocabulary=DraftVocabulary(), network=self._network,
+            )  # fmt: skip
+            self._head = _GuessingHead(own, head)
         self._unverified: dict[Sequence, _Unverified] = {}
 
     @classmethod
@@ -71,19 +120,50 @@ class DraftModelDrafter(Drafter):
         eligible = [request for request in requests if request.should_start and self._has_room(request)]
         if not eligible:
             return
-        parts = [self._committed_rows(request.sequence) for request in eligible]
-        logits = self._pass(parts)
-        self._runner.fill(self._network, parts)
         growing = [GrowingDraft.start(request, self.method) for request in eligible]
-        while growing := draw_next(self._runner, logits, growing, self._token_ids):
-            parts = []
-            for each in growing:
-                sequence, drafted = each.sequence, each.draft.tokens
-                parts.append(Rows(sequence, len(sequence.tokens) + len(drafted) - 1, drafted[-1:], 1))
+        parts = [self._committed_rows(request.sequence) for request in eligible]
+        is_ready = all(len(part.token_ids) == 1 for part in parts)  # the states of all tokens but the last are known
+        guesses = self._guess(growing) if is_ready else [[]] * len(growing)
+        committed = parts
+        while growing:
+            parts = [
+                replace(part, token_ids=[*part.token_ids, *more], num_logits=len(more) + 1)
+                for part, more in zip(parts, guesses, strict=True)
+            ]
             logits = self._pass(parts)
+            if committed:
+                self._runner.fill(self._network, committed)
+                committed = []
+            self._draw(logits, growing, guesses)
+            growing = [each for each in growing if each.can_grow]
+            guesses = self._guess(growing)
+            parts = [
+                Rows(each.sequence, len(each.sequence.tokens) + len(each.draft.tokens) - 1, each.draft.tokens[-1:], 1)
+                for each in growing
+            ]
         for sequence in [request.sequence for request in eligible]:
-            if guesses := sequence.draft.tokens[:-1]:
-                self._unverified[sequence] = _Unverified(len(sequence.tokens), guesses, sequence.block_table)
+            if drafted := sequence.draft.tokens[:-1]:
+                self._unverified[sequence] = _Unverified(len(sequence.tokens), drafted, sequence.block_table)
+
+    def _guess(self, growing: Seq[GrowingDraft]) -> list[list[int]]:
+        return self._head.guess(growing) if self._head and growing else [[]] * len(growing)
+
+    def _draw(self, logits: Buffer, growing: Seq[GrowingDraft], guesses: Seq[Seq[int]]) -> None:
+        """Appends to each draft the tokens of its rows [L, V'], up to the first that differs from its guess."""
+        entries = [
+            (each.sequence, len(each.sequence.tokens) + len(each.draft.tokens) + i, [*each.draft.tokens, *guessed[:i]])
+            for each, guessed in zip(growing, guesses, strict=True)
+            for i in range(len(guessed) + 1)
+        ]
+        scored = any(each.gate is not None for each in growing)
+        sampled = self._runner.draw(logits, entries, self._token_ids, scored=scored)
+        first = 0
+        for each, guessed in zip(growing, guesses, strict=True):
+            for i in range(len(guessed) + 1):
+                if not each.can_grow or (i and each.draft.tokens[-1] != guessed[i - 1]):
+                    break
+                each.append(sampled, first + i)
+            first += len(guessed) + 1
 
     def _has_room(self, request: DraftRequest) -> bool:
         return len(request.sequence.tokens) + request.depth <= self._model.max_length

@@ -40,7 +40,8 @@ class HeadDrafter(base.Drafter):
         self._token_ids = None if ids is None else target.backend.index(ids)
         embedding = target.model.embedding if head.embedding is None else head.embedding
         lm_heads = head.lm_heads or (sketch or lm_head_of(target, head, ids),)
-        self._network = target.runner.open(HeadNetwork(head, target.config.hidden_size, embedding, lm_heads))
+        network = HeadNetwork(head, target.config.hidden_size, embedding, lm_heads)
+        self._network = target.runner.open(network, target.network)
         self._modules_with_kv = [i for i, module in enumerate(head.modules) if module.kv_specs]
         self._pair_programs = [f"pairs.{i}" for i in sorted({0, *self._modules_with_kv})]
         others = [(f"next.{self._spec.module_of(i)}", self._spec.rows_before(i)) for i in range(1, self.max_depth)]

@@ -29,7 +29,7 @@ from headstart.files import read_text, user_path
 from headstart.heads.draft_model import DraftModel
 from headstart.heads.kind import head_kind
 from headstart.layers.decoder import tap_width
-from headstart.layers.network import DecoderNetwork, Network, NetworkHandle
+from headstart.layers.network import DecoderNetwork, Network, NetworkHandle, stored_width
 from headstart.layers.weights import weights_fingerprint
 from headstart.version import __version__
 
@@ -63,20 +63,20 @@ def build_engine(model: Model, config: EngineConfig, max_bytes: int | None = Non
     if drafter and config.depth != AUTO and config.depth > drafter.max_depth:
         hint = f"use --depth {drafter.max_depth} or less"
         raise UsageError(f"--depth is {config.depth}, but drafter {method} goes to {drafter.max_depth} at most", hint)
+    tap = drafter.tap if drafter else None
     trunk = DecoderNetwork(
-        model.decoder, drafter.tap if drafter else None,
+        model.decoder, tap, tap_width(tap, model.config.hidden_size, model.config.num_streams) if tap else 0,
         embedded_width=model.config.hidden_size * len(model.vision.mergers) if model.vision else 0,
     )  # fmt: skip
     runner.vision = VisionEncoder(model.backend, model.vision) if model.vision else None
-    hidden_width = tap_width(trunk.tap, model.config.hidden_size, model.config.num_streams) if trunk.tap else 0
     networks = [trunk, *(handle.network for handle in runner.networks)]
     tower_bytes = runner.vision.max_bytes(model.tower.max_patches) if runner.vision and model.tower else 0
     with _planning:
         memory = _allocate_cache(
-            model, config, networks, hidden_width, max_length, max_bytes, tower_bytes, drafts=drafter is not None
+            model, config, networks, max_length, max_bytes, tower_bytes, drafts=drafter is not None
         )
     num_slots = len(memory.pool.blocks) * config.block_size
-    runner.allocate(trunk, memory, num_slots=num_slots, hidden_width=hidden_width)
+    runner.allocate(trunk, memory, num_slots=num_slots)
     model.backend.loaded()
     memory.spill = open_spill(runner, memory, model, config)
     engine = Engine(runner, memory, drafter, Adapters(model, runner), config, max_length)
@@ -148,14 +148,15 @@ def _target(
 
 def _draft_engine(model: Model, config: EngineConfig) -> DraftEngine | None:
     """The engine of a draft model that has another tokenizer; None without one."""
-    if not isinstance(model.head, DraftModel) or model.head.whole is None:
+    if not isinstance(model.head, DraftModel) or model.head.tokenizers is None:
         return None
     whole: Model = model.head.whole
-    plain = replace(
-        config, head=None, drafter="none", rule="exact", max_model_len=None, kv_blocks=None, kv_spill=None,
-        synthetic_acceptance=None, depth_by_batch=None, lookup_corpus=None,
+    own = replace(
+        config, head=None, drafter=whole.head.spec.kind if whole.head else "none", depth=AUTO, rule="exact",
+        max_model_len=None, kv_blocks=None, kv_spill=None, synthetic_acceptance=None, depth_by_batch=None,
+        lookup_corpus=None,
     )  # fmt: skip
-    return DraftEngine(build_engine(whole, plain), frozenset(whole.tokenizer.eos_ids))
+    return DraftEngine(build_engine(whole, own), frozenset(whole.tokenizer.eos_ids))
 
 
 def _lookup_corpus(model: Model, name: str | None) -> TextLookup | None:
@@ -201,8 +202,8 @@ def context_length(model: Model, config: EngineConfig) -> int:
 
 
 def _allocate_cache(
-    model: Model, config: EngineConfig, networks: list[Network], hidden_width: int, max_length: int,
-    max_bytes: int | None, tower_bytes: int, *, drafts: bool,
+    model: Model, config: EngineConfig, networks: list[Network], max_length: int, max_bytes: int | None,
+    tower_bytes: int, *, drafts: bool,
 ) -> KVCacheManager:  # fmt: skip
     """Chooses the number of KV blocks (for all networks and hidden states) and of recurrent-state slots, within a share
     of the memory that is free and planned neither for the vision tower nor by another engine of this process. Raises
@@ -218,7 +219,8 @@ def _allocate_cache(
     states = _state_cache(model, config, budget, drafts=drafts)
     specs = [spec for network in networks for spec in network.kv_specs]
     backend = model.backend
-    per_token = sum(backend.kv_bytes(spec) for spec in specs) + backend.hidden_bytes(hidden_width)
+    per_token = sum(backend.kv_bytes(spec) for spec in specs)
+    per_token += sum(backend.hidden_bytes(stored_width(network)) for network in networks)
     block_bytes = max(per_token * config.block_size, 1)  # recurrent layers alone need no blocks
     blocks_per_sequence = -(-max_length // config.block_size)
     affordable = (budget // 2 if states else budget) // block_bytes

@@ -215,21 +215,27 @@ def load_draft_model(trunk: Model, checkpoint: Checkpoint) -> DraftModel:
             matching = match(trunk.tokenizer, tokenizer, sizes, names, by_token=block is not None)
         rows = matching.rows if matching else None
         decoder = loaded.decoder if rows is None else _with_rows(loaded, rows)
+    heads = usable_heads(checkpoint)
+    whole = replace(
+        trunk, name=str(path), checkpoint=checkpoint, family=loaded.family, weights=loaded.weights,
+        config=loaded.config if heads.num_modules is None else replace(loaded.config, num_mtp=heads.num_modules),
+        decoder=loaded.decoder, tokenizer=tokenizer or trunk.tokenizer, head=None, tower=None, broken_head="",
+    )  # fmt: skip
+    draft_model = DraftModel(
+        spec=HeadSpec(kind=DRAFT_MODEL, block=block), modules=(), source=str(path), decoder=decoder,
+        max_length=loaded.config.max_length, whole=replace(whole, head=_step_head(whole)),
+    )  # fmt: skip
     if matching is None:
         assert tokenizer
-        whole = replace(
-            trunk, name=str(path), checkpoint=checkpoint, family=loaded.family, config=loaded.config,
-            weights=loaded.weights, decoder=loaded.decoder, tokenizer=tokenizer, head=None, tower=None, broken_head="",
-        )  # fmt: skip
-        return DraftModel(
-            spec=HeadSpec(kind=DRAFT_MODEL), modules=(), source=str(path), decoder=loaded.decoder,
-            max_length=loaded.config.max_length, tokenizers=(trunk.tokenizer, tokenizer), whole=whole,
-        )  # fmt: skip
-    return DraftModel(
-        spec=HeadSpec(kind=DRAFT_MODEL, block=block), modules=(), source=str(path),
-        draft_token_ids=None if len(matching.ids) == trunk_size else np.array(matching.ids, np.int64), decoder=decoder,
-        max_length=loaded.config.max_length, own_ids=matching.own_ids(trunk_size),
-    )  # fmt: skip
+        return replace(draft_model, tokenizers=(trunk.tokenizer, tokenizer))
+    ids = None if len(matching.ids) == trunk_size else np.array(matching.ids, np.int64)
+    return replace(draft_model, draft_token_ids=ids, own_ids=matching.own_ids(trunk_size))
+
+
+def _step_head(whole: Model) -> Head | None:
+    """The draft model's own head, if it drafts step by step from the model's hidden states."""
+    head = find_head(whole, EngineConfig())
+    return head if head and head_kind(head.spec.kind).drafter == "head" and not head.spec.reader else None
 
 
 def _tokenizer(checkpoint: Checkpoint, *, same_size: bool) -> Tokenizer | None:

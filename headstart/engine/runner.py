@@ -43,7 +43,7 @@ from headstart.kernels.draft_loop import (
 )
 from headstart.kernels.ops import Backend, Buffer, Handle, LoraTable, Pool, Weight
 from headstart.layers.lora import adapted
-from headstart.layers.network import EMBED, FORWARD, FORWARD_EMBEDDED, Network, NetworkHandle, Pools
+from headstart.layers.network import EMBED, FORWARD, FORWARD_EMBEDDED, Network, NetworkHandle, Pools, stored_width
 
 
 def build_plan(rows: Seq[Rows], block_size: int, first_position: int = 0, hidden_offset: int | None = None) -> StepPlan:
@@ -226,32 +226,30 @@ class Runner:
         self.networks: list[NetworkHandle] = []
         self._draft_loops: dict[DraftPrograms, DraftLoop | None] = {}
         self._early: dict[DraftPrograms, EarlyDrafts] = {}
-        self._hidden_pool: Pool = None
         self.vision: VisionEncoder | None = None  # None: the model reads text only
         self._adapted: Mapping[str, Handle] = {}  # programs of the trunk with adapters, by name
         self.num_passes = self.num_rows = 0  # trunk passes, and their rows
 
-    def open(self, network: Network) -> NetworkHandle:
+    def open(self, network: Network, source: NetworkHandle | None = None) -> NetworkHandle:
         """Registers a network beside the trunk; `allocate` makes its pools. Raises ModelError for recurrent layers:
         only the trunk can replay rows whose drafts were rejected."""
         if network.state_specs:
             raise ModelError("a drafter's network cannot have recurrent layers yet", "use --drafter ngram")
-        self.networks.append(NetworkHandle(network, len(self.networks)))
+        self.networks.append(NetworkHandle(network, len(self.networks), source))
         return self.networks[-1]
 
-    def allocate(self, trunk: Network, memory: KVCacheManager, *, num_slots: int, hidden_width: int) -> None:
-        """Allocates the pools of all networks. num_slots: KV slots of each pool. hidden_width: width of the trunk
-        hidden states to store; 0: none."""
+    def allocate(self, trunk: Network, memory: KVCacheManager, *, num_slots: int) -> None:
+        """Allocates the pools of all networks. num_slots: KV slots of each pool."""
         self.memory, self.trunk = memory, NetworkHandle(trunk, -1)
-        if hidden_width:
-            self._hidden_pool = self.backend.hidden_pool(num_slots, hidden_width)
         states: list[Pool] = []
         if states_cache := memory.states:
             sizes = states_cache.num_slots, states_cache.num_running, states_cache.num_kept
             states = [self.backend.state_pool(*sizes, spec) for spec in trunk.state_specs]
         for handle in (self.trunk, *self.networks):
             kv = [self.backend.kv_pool(num_slots, spec) for spec in handle.network.kv_specs]
-            self._prepare(handle, Pools(kv, states, self._hidden_pool, self.trunk.pools.kv))
+            width = stored_width(handle.network)
+            hidden = self.backend.hidden_pool(num_slots, width) if width else (handle.source or self.trunk).pools.hidden
+            self._prepare(handle, Pools(kv, states, hidden, self.trunk.pools.kv))
 
     def _prepare(self, handle: NetworkHandle, pools: Pools) -> None:
         handle.pools, self.memory.reaches[handle.index] = pools, handle.receptive_field
@@ -271,9 +269,9 @@ class Runner:
 
     def stored(self) -> dict[int, list[Pool]]:
         """Pools by part number (cache.blocks.BlockPart): TRUNK with hidden states, STATE, each network with KV."""
-        hidden = [] if self._hidden_pool is None else [self._hidden_pool]
-        pools = {TRUNK: [*self.trunk.pools.kv, *hidden], STATE: list(self.trunk.pools.states)}
-        pools |= {handle.index: list(handle.pools.kv) for handle in self.networks}
+        pools = {STATE: list(self.trunk.pools.states)}
+        for number, handle in ((TRUNK, self.trunk), *((handle.index, handle) for handle in self.networks)):
+            pools[number] = [*handle.pools.kv, *([handle.pools.hidden] if stored_width(handle.network) else ())]
         return {number: each for number, each in pools.items() if each}
 
     @contextmanager
@@ -306,7 +304,7 @@ class Runner:
         if handle is self.trunk and program in self._adapted:
             plan.adapter_slots = adapter_slots(rows)
             prepared = prepared if plan.adapter_slots is None else self._adapted[program]
-        stored = None if hidden_offset is None else self._hidden_pool
+        stored = None if hidden_offset is None else handle.pools.hidden
         return self.backend.run(prepared, plan, hidden_pool=stored, hidden=hidden)
 
     def fill(self, handle: NetworkHandle, rows: Seq[Rows]) -> None:
@@ -364,7 +362,7 @@ class Runner:
         if not sources:
             return
         self.backend.copy_rows(self.trunk.pools.kv, np.array(sources, np.int32), np.array(targets, np.int32))
-        if (hidden := self._hidden_pool) is not None:
+        if (hidden := self.trunk.pools.hidden) is not None:
             for source, target in zip(sources, targets, strict=True):
                 self.backend.write_slots(hidden, target, self.backend.read_slots(hidden, source, 1))
 
@@ -454,7 +452,7 @@ class Runner:
             [request.depth for request in requests],
             [request.gate.rule(method, request.depth) if request.gate else None for request in requests],
             [request.width for request in requests],
-            hidden_pool=self._hidden_pool,
+            hidden_pool=steps.network.pools.hidden,
         )
         for request, (tokens, scores, leaves) in zip(requests, drafts, strict=True):
             request.sequence.draft = Draft(
@@ -484,7 +482,7 @@ class Runner:
                 accepted=[request.accepted for request in requests],
             ),
             scored=any(request.scored for request in requests),
-            hidden_pool=self._hidden_pool,
+            hidden_pool=steps.network.pools.hidden,
         )
         self._early[steps] = EarlyDrafts(pending, requests, lengths, [part.start for part in parts])
 

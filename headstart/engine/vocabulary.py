@@ -126,8 +126,8 @@ def _why_fixed(head: Head) -> str:
 def can_sketch(model: Model, wanted: int | str) -> bool:
     """True if a sketch may pay for this model."""
     head = model.head
-    if wanted != "auto" or head is None or head.draft_token_ids is not None or head.lm_heads:
-        return False
+    if wanted != "auto" or head is None or not head.modules or head.draft_token_ids is not None or head.lm_heads:
+        return False  # a draft model has no modules
     return model.config.vocab_size >= MIN_VOCAB and (head.lm_head or model.decoder.lm_head).bias is None
 
 

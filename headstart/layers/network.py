@@ -15,7 +15,7 @@ class Pools:
 
     kv: Seq[Pool]  # one for each of its kv_specs
     states: Seq[Pool] = ()  # one for each of its state_specs
-    hidden: Pool = None  # hidden states that the trunk writes and heads read; None: no network reads them
+    hidden: Pool = None  # hidden states that a decoder writes and its heads read; None: no network reads them
     trunk: Seq[Pool] = ()  # the trunk's `kv`, which some drafters read
 
 
@@ -55,6 +55,7 @@ class NetworkHandle:
 
     network: Network
     index: int  # its place in Sequence.filled
+    source: "NetworkHandle | None" = None  # the draft model whose hidden states it reads; None: the trunk's
     pools: Pools = Pools(())  # set when memory is sized
     programs: Mapping[str, Handle] = field(default_factory=dict)  # prepared, set when memory is sized
 
@@ -82,6 +83,7 @@ class DecoderNetwork:
 
     decoder: Decoder
     tap: Tap | None = None  # hidden states that it stores in pools.hidden
+    stored_width: int = 0  # their columns; 0: none
     first_position: int = 0
     hidden_offset: None = None
     embedded_width: int = 0  # see DecoderProgram, for programs whose input may be given; 0: always from token ids
@@ -104,3 +106,8 @@ class DecoderNetwork:
             EMBED: NetworkProgram(lambda ops, step: {"embedded": self.decoder.embed(ops, step.token_ids)}),
             FORWARD_EMBEDDED: NetworkProgram(replace(code, embedded_width=self.embedded_width), self.embedded_width),
         }
+
+
+def stored_width(network: Network) -> int:
+    """Columns of the hidden states that a network stores; 0: none."""
+    return network.stored_width if isinstance(network, DecoderNetwork) else 0

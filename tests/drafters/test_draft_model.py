@@ -101,6 +101,41 @@ def test_rule_rejection_takes_its_distributions() -> None:
     assert engine.stats.drafted > 50
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_its_own_head_saves_passes_and_changes_no_draft(temperature: float) -> None:
+    """Chunks of the prompt, several sequences, preemption; the head guesses right often, and sometimes wrong."""
+    whole = support.agreeing_model("llama")
+    draft_model = make_draft_model(whole)
+    requests = [
+        request(prompt_of(9 + 20 * i, i), name=f"r{i}", max_tokens=40, stops=(), temperature=temperature)
+        for i in range(3)
+    ]
+    drafts: list[list[list[int]]] = []
+    passes: list[int] = []
+    for head in (None, whole.head):
+        own = replace(draft_model, decoder=whole.decoder, whole=replace(whole, head=head))
+        engine = make(
+            replace(whole, head=own), drafter="draft_model", depth=6, max_num_batched_tokens=24, kv_blocks=18
+        )
+        drafter, original = engine.drafting.drafter, engine.runner.run
+        passes.append(0)
+        drafts.append([])
+
+        def noted(handle: Any, *arguments: Any, drafter: Any = drafter, original: Any = original, **more: Any) -> Any:
+            passes[-1] += handle is drafter._network
+            return original(handle, *arguments, **more)
+
+        def propose(asked: Any, original: Any = drafter.propose) -> None:
+            original(asked)
+            drafts[-1].append([each.sequence.draft.tokens for each in asked])
+
+        engine.runner.run, drafter.propose = noted, propose
+        found = tokens_of(run(engine, requests))
+        assert found == tokens_of(run(make(replace(whole, head=None), drafter="none"), requests))
+    assert drafts[0] == drafts[1] and any(len(each) == 6 for step in drafts[0] for each in step)
+    assert passes[1] < 0.8 * passes[0]
+
+
 def test_a_shorter_context_of_the_draft_model_ends_its_drafts() -> None:
     engine = engine_of(loaded("native", written("llama"), written("llama", max_position_embeddings=32)), "native")
     assert len(run(engine, REQUESTS)["r", 0].tokens) == 30 and 0 < engine.stats.drafted == engine.stats.accepted < 15

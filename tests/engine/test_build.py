@@ -25,7 +25,7 @@ AUTO_SIZED: dict[str, Any] = {**SMALL, "dtype": "float64", "kv_blocks": None, "m
 def bytes_of(llm: LLM) -> int:
     """Of its pools, as the backend has them."""
     runner = llm.engine.runner
-    pools: list[Any] = [runner._hidden_pool]
+    pools: list[Any] = [runner.trunk.pools.hidden]
     for handle in (runner.trunk, *runner.networks):
         pools += [*handle.pools.kv, *handle.pools.states]
     return sum(each.nbytes for pool in pools if pool is not None for each in arrays_of(pool))

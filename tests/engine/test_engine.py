@@ -177,7 +177,7 @@ def states(engine: Engine, sequence: Sequence) -> dict[str, torch.Tensor]:
     size = engine.memory.block_size
     slots = torch.tensor([b * size + i for b in sequence.block_table for i in range(size)])
     known, pairs = slots[: sequence.num_computed], slots[1 : max(sequence.filled[0], 1)]
-    found = {"hidden": engine.runner._hidden_pool[known]}
+    found = {"hidden": engine.runner.trunk.pools.hidden[known]}
     for i, pool in enumerate(engine.runner.trunk.pools.kv):
         found |= {f"keys {i}": pool.keys[known], f"values {i}": pool.values[known]}
     for i, pool in enumerate(engine.runner.networks[0].pools.kv):

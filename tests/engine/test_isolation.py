@@ -161,7 +161,7 @@ def test_slots_of_others_are_never_read() -> None:
         for pool in handle.pools.kv:
             pool.keys.fill_(np.nan)
             pool.values.fill_(np.nan)
-    engine.runner._hidden_pool.fill_(np.nan)
+    engine.runner.trunk.pools.hidden.fill_(np.nan)
     assert_same(run(engine, neighbours()), run(make(headed_model(FAMILY), drafter="none"), neighbours()))
     assert engine.stats.drafted
 

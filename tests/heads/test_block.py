@@ -217,7 +217,7 @@ def test_drafts_of_the_engine_are_the_formula(variant: str, tmp_path: Path) -> N
         sequence = support.new_sequence(engine, tokens)
         runner.run(runner.trunk, "forward", [Rows(sequence, 0, tokens, 1)])
         size, table = engine.config.block_size, sequence.block_table
-        streams = runner._hidden_pool[[table[i // size] * size + i % size for i in range(len(tokens))]]
+        streams = runner.trunk.pools.hidden[[table[i // size] * size + i % size for i in range(len(tokens))]]
         engine.memory.release(sequence)
         ids = [tokens[-1]] + [1] * (block.rows_for(len(drafted)) - 1)
         y = plain_block(t, model.head.spec, streams[: len(tokens) - 1], ids, model.decoder.embedding)
