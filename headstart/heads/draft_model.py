@@ -1,5 +1,4 @@
-"""Draft model: a second, smaller model, with its own head if it has one; with another tokenizer its text is tokenized again.
-
+"""Draft model: a second, smaller model and its own head, if any; with another tokenizer its text is tokenized again.
 
 It has no modules and reads nothing of the trunk; engine/load.py loads it. A PARD model (arXiv 2504.18583; AMD-AGI/PARD
 `pard/pard_infer.py`) names a mask token in config.json: it drafts several tokens in one pass, from the last token and
