@@ -99,12 +99,12 @@ def run(options: StepOptions, progress: Progress = no_progress) -> Report:
     if options.config.drafter not in ("auto", "none", *registry.available("heads")):
         raise UsageError(f"--drafter {options.config.drafter}: bench step times a head", "use --drafter auto")
     bench = StepBench(options)
-    progress(0, 1, "reading memory")
-    read_bytes = options.read_bytes or readable_bytes(bench.model.backend)
-    bandwidth = bench.model.backend.read_bandwidth(read_bytes, READ_RUNS)
+    in_place = time_in_place(bench, progress)
     passes = time_in_turns(bench.rows, bench.seconds, PASSES_BUDGET_S, progress, options.repeats)
     draft = time_draft(bench, options.repeats or DRAFT_REPEATS) if bench.engine.drafting.drafter else None
-    in_place = time_in_place(bench, progress)
+    progress(0, 1, "reading memory")
+    read_bytes = options.read_bytes or readable_bytes(bench.model.backend)
+    bandwidth = bench.model.backend.read_bandwidth(read_bytes, READ_RUNS)  # last: it empties the caches
     data: dict[str, Any] = {
         "model": bench.model.name,
         "machine": machine(bench.model, options.config),
