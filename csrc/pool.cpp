@@ -236,10 +236,10 @@ void bind_pool(nanobind::module_& m) {
              },
              nanobind::arg("threads"), nanobind::arg("groups") = Given{})
         .def_prop_ro("size", &ThreadPool::size);
-    nanobind::class_<SoloFallback>(m, "Company")
+    nanobind::class_<SoloFallback>(m, "SoloFallback")
         .def(nanobind::init<int>(), nanobind::arg("threads"))
-        .def_prop_ro("alone", &SoloFallback::is_solo)
-        .def("ran", &SoloFallback::record_run, nanobind::arg("nanoseconds"), nanobind::arg("late"));
+        .def_prop_ro("is_solo", &SoloFallback::is_solo)
+        .def("record_run", &SoloFallback::record_run, nanobind::arg("nanoseconds"), nanobind::arg("late"));
 }
 
 } // namespace headstart

@@ -1,48 +1,48 @@
-"""When the threads of a pool work together."""
+"""The fallback of a thread pool to one thread (csrc/pool.h, SoloFallback)."""
 
-from headstart.kernels.native._native import Company
+from headstart.kernels.native._native import SoloFallback
 
-PASS = 5_000_000
-"""Nanoseconds of a run that nobody disturbs."""
+RUN_NS = 5_000_000
+"""Duration of an undisturbed run."""
 
 
-def runs_until(company: Company, alone: bool, late: int) -> int:
-    """Runs, each so late where all take part, until they part or meet."""
+def runs_until(fallback: SoloFallback, is_solo: bool, late: int) -> int:
+    """Number of runs, each with `late` nanoseconds of waiting in parallel, until the fallback switches."""
     for run in range(2000):
-        if company.alone is alone:
+        if fallback.is_solo is is_solo:
             return run
-        company.ran(PASS + late, late)
-    raise AssertionError("they stay as they are")
+        fallback.record_run(RUN_NS + late, late)
+    raise AssertionError("no switch in 2000 runs")
 
 
-def test_a_late_run_among_many_costs_less_than_being_alone() -> None:
-    company = Company(2)
+def test_few_late_runs_do_not_switch() -> None:
+    fallback = SoloFallback(2)
     for run in range(1000):
-        late = 3 * PASS if run % 8 == 0 else PASS // 3
-        company.ran(PASS + late, late)
-        assert not company.alone
+        late = 3 * RUN_NS if run % 8 == 0 else RUN_NS // 3
+        fallback.record_run(RUN_NS + late, late)
+        assert not fallback.is_solo
 
 
-def test_one_works_alone_while_a_core_is_taken_and_asks_ever_more_seldom() -> None:
-    company = Company(2)
+def test_a_taken_core_switches_to_one_thread_with_longer_and_longer_pauses_between_trials() -> None:
+    fallback = SoloFallback(2)
     trials, pauses = [], []
     for _ in range(8):
-        trials.append(runs_until(company, True, 8 * PASS))
-        pauses.append(runs_until(company, False, 8 * PASS))
+        trials.append(runs_until(fallback, True, 8 * RUN_NS))
+        pauses.append(runs_until(fallback, False, 8 * RUN_NS))
     assert max(trials) <= 2 and pauses == [16, 32, 64, 128, 256, 512, 1024, 1024]
     for _ in range(7 * 16):  # the core is free again
-        company.ran(PASS, 0)
-        assert not company.alone
-    runs_until(company, True, 8 * PASS)
-    assert runs_until(company, False, 8 * PASS) == 16
+        fallback.record_run(RUN_NS, 0)
+        assert not fallback.is_solo
+    runs_until(fallback, True, 8 * RUN_NS)
+    assert runs_until(fallback, False, 8 * RUN_NS) == 16
 
 
-def test_of_many_threads_most_must_wait() -> None:
-    """All but one of eight wait for as long as a run takes; alone, each run would take longer."""
-    company = Company(8)
+def test_many_threads_switch_only_if_most_of_them_wait() -> None:
+    """Seven of eight wait for as long as a run takes: alone, each run would take longer."""
+    fallback = SoloFallback(8)
     for _ in range(100):
-        company.ran(2 * PASS, 7 * PASS)
-        assert not company.alone
+        fallback.record_run(2 * RUN_NS, 7 * RUN_NS)
+        assert not fallback.is_solo
     for _ in range(8):
-        company.ran(50 * PASS, 7 * 49 * PASS)
-    assert company.alone
+        fallback.record_run(50 * RUN_NS, 7 * 49 * RUN_NS)
+    assert fallback.is_solo
