@@ -56,6 +56,12 @@ def test_a_yaml_file_alone_and_a_head_that_nobody_has_looked_at() -> None:
     assert "was not looked at: headstart inspect" in done.changes[-1]
 
 
+def test_a_decoding_type_of_old_engines_becomes_the_models_own_heads() -> None:
+    with pytest.raises(UsageError, match="decoding_type: MTP, max_draft_len: 3") as caught:
+        translate_text('decoding_config.decoding_type = "MEDUSA"', None, None)
+    assert caught.value.hint == "headstart launch trtllm MODEL --dry-run writes it"
+
+
 @pytest.mark.parametrize(("text", "hint"), [
     ("python ktransformers/server/main.py --model_path m --port 10002", "headstart probe"),
     ("lmdeploy serve api_server m --tp 2", "headstart probe"),
