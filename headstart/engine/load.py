@@ -15,6 +15,7 @@ from headstart.errors import CapacityError, ModelError, UsageError
 from headstart.files import user_path
 from headstart.formats import open_checkpoint
 from headstart.formats.base import WIDENED, Checkpoint, in_int4, widened
+from headstart.formats.json_object import read_object
 from headstart.formats.quantization import declared_name
 from headstart.heads.base import Head, HeadSpec, limit_window
 from headstart.heads.draft_model import DraftModel, parallel_block
@@ -293,8 +294,22 @@ def load_model(
     return model
 
 
+def _check_published(name: str) -> None:
+    """Raises ModelError before the weights of a Hub repo are downloaded, if no family here runs its config.json."""
+    repo = hub.repo_of(name)
+    if repo is None or repo.file:
+        return
+    try:
+        file = hub.config_file(name)
+    except UsageError:  # a repo of GGUF files, or what `resolve` reports
+        return
+    find_family(Checkpoint(file, "safetensors", read_object(file), {}, canonical_names=False))
+
+
 def _open(name: str | None, config: EngineConfig, *, streamed: bool) -> tuple[Checkpoint, Backend]:
     """The checkpoint, with its headers read, and the backend of `load_model`."""
+    if name is not None:
+        _check_published(name)
     checkpoint = open_checkpoint(hub.resolve(name))
     if config.mmproj is not None:
         checkpoint = replace(checkpoint, projector=user_path(config.mmproj))
