@@ -213,9 +213,9 @@ def test_tokens_at_other_places_draft_all_the_same(tmp_path: Path) -> None:
     assert engine.stats.drafted == engine.stats.accepted > 10
 
 
-def reversed_tokens(folder: Path) -> tuple[Path, Path, dict[str, int], dict[str, int]]:
+def reversed_tokens(folder: Path, family: str = "llama") -> tuple[Path, Path, dict[str, int], dict[str, int]]:
     """A model, and the same one with its tokens in the reverse order and a few of them missing; their vocabularies."""
-    config, arrays = family_of("llama").tiny()
+    config, arrays = family_of(family).tiny()
     trunk, missing = write_model(folder / "trunk", config, arrays), {"the", "\u0120the", "ing"}
     document = json.loads((trunk / "tokenizer.json").read_text())
     ids, inner = document["model"]["vocab"], document["model"]
@@ -230,10 +230,12 @@ def reversed_tokens(folder: Path) -> tuple[Path, Path, dict[str, int], dict[str,
     return trunk, draft, ids, vocab
 
 
-def test_another_tokenizer_drafts_by_text(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Drafts that are tokenized again are accepted where both models write the same, and change no text."""
-    trunk, draft, ids, vocab = reversed_tokens(tmp_path)
-    model = loaded("native", trunk, draft)
+@pytest.mark.parametrize("family", ["llama", "mimo"])
+def test_another_tokenizer_drafts_by_text(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Drafts that are tokenized again are accepted where both models write the same, and change no text. A draft model
+    with a head of its own drafts with it."""
+    trunk, draft, ids, vocab = reversed_tokens(tmp_path, family)
+    model = loaded("native", trunk, draft, drafter="draft_model")
     assert "has another tokenizer than" in caplog.text
     engine = engine_of(model, "native")
     missing = [ids[name] for name in ids.keys() - vocab.keys()]
@@ -242,6 +244,8 @@ def test_another_tokenizer_drafts_by_text(tmp_path: Path, caplog: pytest.LogCapt
     assert engine.stats.accepted >= 5 and engine.stats.drafted < 2 * engine.stats.accepted
     plain = run(engine_of(model, "native", drafter="none"), varied_requests(0.8))
     assert tokens_of(run(engine, varied_requests(0.8))) == tokens_of(plain)
+    own = engine.drafting.drafter._texts._engine
+    assert (own.stats.drafted > 0) is (family == "mimo") is (model.head.whole.head is not None)
 
 
 @pytest.mark.parametrize(
