@@ -16,6 +16,7 @@ from headstart.layers.build import DecoderConfig
 from headstart.layers.moe import MoEConfig
 from headstart.models import keys
 from headstart.models.base import Family
+from headstart.models.joined import alternating, grouped_experts
 from headstart.models.keys import Config, flag, number
 from headstart.models.names import PREFIXES, Names
 from headstart.models.small import SCRATCH_EXPERTS, Arrays
@@ -83,20 +84,13 @@ def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool)
 
 def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
     """Family.restore: stacks experts as transformers does, without MXFP4."""
-    theirs: Arrays = {}
-    stacks: dict[tuple[str, str], dict[tuple[int, str], np.ndarray]] = {}
-    for name, array in arrays.items():
-        if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.(weight|bias)", name):
-            stacks.setdefault((match[1], match[4]), {})[int(match[2]), match[3]] = array
-        else:
-            theirs[name] = array
-    for (prefix, kind), parts in stacks.items():
-        count, end = len(parts) // 3, "_bias" if kind == "bias" else ""
-        both = [
-            np.stack((parts[e, "gate"], parts[e, "up"]), 1).reshape(-1, *parts[e, "up"].shape[1:]) for e in range(count)
-        ]
-        for name, each in (("gate_up", both), ("down", [parts[e, "down"] for e in range(count)])):
-            theirs[f"{prefix}.{name}_proj{end}"] = np.stack([array.T for array in each])
+    theirs, experts = grouped_experts(arrays)
+    for prefix, parts in experts.items():
+        for kind, end in (("weight", ""), ("bias", "_bias")):
+            gates, ups, downs = (parts[f"{part}_proj.{kind}"] for part in ("gate", "up", "down"))
+            both = list(map(alternating, gates, ups))
+            for name, each in (("gate_up", both), ("down", downs)):
+                theirs[f"{prefix}.{name}_proj{end}"] = np.stack([array.T for array in each])
     return theirs
 
 

@@ -23,6 +23,7 @@ from headstart.layers.relative import ConvolvedLayerConfig, RelativeConfig
 from headstart.models import keys
 from headstart.models.base import Family
 from headstart.models.described_mtp import LAYOUTS
+from headstart.models.joined import alternating, grouped_experts
 from headstart.models.keys import Config, number, real
 from headstart.models.names import Names
 from headstart.models.small import Arrays
@@ -166,30 +167,25 @@ def _parted(at: str, both: RawTensor) -> dict[str, RawTensor]:
 def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
     """Family.restore: inverse of `adapt`, with global scales of 1."""
     theirs: Arrays = {}
-    stacks: dict[str, dict[tuple[int, str], Any]] = {}
-    for name, array in arrays.items():
-        if match := re.fullmatch(r"(.+\.mlp)\.experts\.(\d+)\.(gate|up|down)_proj\.weight", name):
-            stacks.setdefault(match[1], {})[int(match[2]), match[3]] = array
-        elif match := re.fullmatch(r"(.+\.mlp)\.(gate|up)_proj\.weight", name):
+    others, experts = grouped_experts(arrays)
+    for name, array in others.items():
+        if match := re.fullmatch(r"(.+\.mlp)\.(gate|up)_proj\.weight", name):
             if match[2] == "gate":
-                theirs[f"{match[1]}.w13_dn.weight"] = _joined(array, arrays[f"{match[1]}.up_proj.weight"])
+                theirs[f"{match[1]}.w13_dn.weight"] = alternating(array, arrays[f"{match[1]}.up_proj.weight"])
                 theirs[f"{match[1]}.global_scale"] = np.ones(1, np.float32)
         elif name.endswith(".e_score_correction_bias"):
             theirs[name] = array[: _num_routed(config, name)]
             theirs[name.replace("e_score_correction_bias", "global_scale")] = np.ones(1, np.float32)
         else:
             theirs[name] = array
-    for stem, parts in stacks.items():
-        routed = _num_routed(config, stem)
-        for place, first, last in (("experts.", 0, routed), ("shared_experts.shared_", routed, len(parts) // 3)):
-            gates = [_joined(parts[e, "gate"], parts[e, "up"]) for e in range(first, last)]
-            theirs[f"{stem}.{place}w13_weight"] = np.stack(gates)
-            theirs[f"{stem}.{place}w2_weight"] = np.stack([parts[e, "down"] for e in range(first, last)])
+    for prefix, parts in experts.items():
+        gates, ups, downs = (parts[f"{part}_proj.weight"] for part in ("gate", "up", "down"))
+        both, routed = list(map(alternating, gates, ups)), _num_routed(config, prefix)
+        shared = prefix.replace(".experts", ".shared_experts.shared_")
+        for stem, which in ((f"{prefix}.", slice(routed)), (shared, slice(routed, None))):
+            theirs[f"{stem}w13_weight"] = np.stack(both[which])
+            theirs[f"{stem}w2_weight"] = np.stack(downs[which])
     return theirs
-
-
-def _joined(gate: Any, up: Any) -> Any:
-    return np.stack((gate, up), 1).reshape(-1, gate.shape[-1])
 
 
 def _num_routed(config: DecoderConfig, name: str) -> int:

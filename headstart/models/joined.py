@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
@@ -83,7 +84,7 @@ def join(arrays: Arrays, config: DecoderConfig, *, qkv: bool, gate_up: bool) -> 
     return found
 
 
-EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.((?:gate|up|down)_proj\.(?:weight|bias))")
 STACK = re.compile(r"layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj")
 
 
@@ -115,16 +116,24 @@ def _turned(config: DecoderConfig, part: MoEConfig, kind: str) -> tuple[int, int
 
 def stacked_experts(arrays: Arrays, config: DecoderConfig, *, turned: bool = False) -> Arrays:
     """Arrays with experts stacked, gate above up. turned: experts are transposed, as `turned_stacks` expects them."""
-    theirs: Arrays = {}
-    experts: dict[str, dict[tuple[str, int], np.ndarray]] = {}
-    for name, array in arrays.items():
-        if match := EXPERT.fullmatch(name):
-            experts.setdefault(match[1], {})[match[3], int(match[2])] = array.T if turned else array
-        else:
-            theirs[name] = array
+    theirs, experts = grouped_experts(arrays)
     for prefix, parts in experts.items():
-        every, axis = range(len(parts) // 3), 1 if turned else 0
-        both = [np.concatenate((parts["gate", e], parts["up", e]), axis) for e in every]
-        theirs[f"{prefix}.gate_up_proj"] = np.stack(both)
-        theirs[f"{prefix}.down_proj"] = np.stack([parts["down", e] for e in every])
+        gates, ups, downs = (parts[f"{part}_proj.weight"] for part in ("gate", "up", "down"))
+        both = [np.concatenate(pair) for pair in zip(gates, ups, strict=True)]
+        for name, each in (("gate_up_proj", both), ("down_proj", downs)):
+            theirs[f"{prefix}.{name}"] = np.stack([array.T for array in each] if turned else each)
     return theirs
+
+
+def alternating(gate: Any, up: Any) -> Any:
+    """Rows of gate and up by turns."""
+    return np.stack((gate, up), 1).reshape(-1, *up.shape[1:])
+
+
+def grouped_experts(arrays: Arrays) -> tuple[Arrays, dict[str, dict[str, list[Any]]]]:
+    """(other arrays, {prefix of experts: {part such as gate_proj.weight: its arrays by expert}})."""
+    matches = {name: match for name in arrays if (match := EXPERT.fullmatch(name))}
+    found: dict[str, dict[str, list[Any]]] = {}
+    for name, match in sorted(matches.items(), key=lambda item: int(item[1][2])):
+        found.setdefault(match[1], {}).setdefault(match[3], []).append(arrays[name])
+    return {name: array for name, array in arrays.items() if name not in matches}, found

@@ -24,6 +24,7 @@ from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import LayerConfig
 from headstart.models import keys
 from headstart.models.base import Family
+from headstart.models.joined import grouped_experts
 from headstart.models.keys import DENSE, FULL, SLIDING, SPARSE, Config, flag, number, real
 from headstart.models.mtp import MTPLayout
 from headstart.models.names import WRAPPED, Names
@@ -220,15 +221,13 @@ def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool)
 def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
     """Family.restore: inverse of `adapt`; also stacks experts."""
     theirs: Arrays = {}
-    stacks: dict[str, dict[int, np.ndarray]] = {}
-    for name, array in arrays.items():
+    others, experts = grouped_experts(arrays)
+    for name, array in others.items():
         if match := re.fullmatch(r"mtp\.(\d+)\.lm_head\.weight", name):
             name = f"layers.{config.num_layers + int(match[1])}.shared_head.head.weight"
-        if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+_proj\.weight)", name):
-            stacks.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = array
-        else:
-            theirs[name] = array - 1 if re.search(r"norm(_hidden|_embedding)?\.weight$", name) else array
-    return theirs | {name: np.stack([each for _, each in sorted(parts.items())]) for name, parts in stacks.items()}
+        theirs[name] = array - 1 if re.search(r"norm(_hidden|_embedding)?\.weight$", name) else array
+    stacks = ((f"{prefix}.{part}", each) for prefix, parts in experts.items() for part, each in parts.items())
+    return theirs | {name: np.stack(each) for name, each in stacks}
 
 
 INDEXER = (*(f"sparse_indexer_{part}." for part in ("q", "k", "w", "z", "q_norm", "k_norm")), "ssmax_s")
