@@ -63,7 +63,7 @@ class Stored(NamedTuple):
         return next((self.auxiliary[word] for word in words if word in self.auxiliary), None)
 
 
-class Kept(NamedTuple):
+class Repacked(NamedTuple):
     """A weight repacked in a dtype of about the same size: a ggml block type, or one of formats.grouped."""
 
     dtype: str
@@ -114,7 +114,7 @@ class Quantization:
     types: tuple[str, ...] = ()
     decode: Callable[[Stored], Decode | None] = lambda stored: None
     integers: Callable[[Stored], Integers | None] | None = None
-    keep: Callable[[Stored], Kept | None] = lambda stored: None
+    keep: Callable[[Stored], Repacked | None] = lambda stored: None
     check: Callable[[Stored], object] = lambda stored: None
     bits: int = 8
     plans: Mapping[str, WeightBytes] = field(default_factory=dict)
@@ -244,8 +244,8 @@ class StoredWeights:
         quantization, described = self.look(stored)
         if quantization and (decode := quantization.decode(stored)):
             return decode
-        if kept := self.kept(stored):
-            return _values_of(kept, stored.name, self.shape(stored))
+        if repacked := self.repacked(stored):
+            return _values_of(repacked, stored.name, self.shape(stored))
         if make := self.integers(stored):
             return make().values
         if quantization is None and stored.scale is not None and (marks or main.dtype not in FLOATS):
@@ -257,7 +257,7 @@ class StoredWeights:
             raise ModelError(f"{main.name} {self.problem(stored)}", AGAIN)
         return None
 
-    def kept(self, stored: Stored) -> Kept | None:
+    def repacked(self, stored: Stored) -> Repacked | None:
         """The weight repacked in a dtype that kernels support, or None. Raises ModelError for an incomplete weight."""
         quantization, described = self.look(stored)
         if quantization is None or described.shape is None:
@@ -334,36 +334,36 @@ def readable(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[s
         raise weights.unreadable(weights.loose[0])
     tensors_read: dict[str, Any] = {}
     for name, stored in weights.stored.items():
-        if kept := weights.kept(stored):
-            tensors_read[name] = Made(stored, kept, weights.shape(stored))
+        if repacked := weights.repacked(stored):
+            tensors_read[name] = RepackedTensor(stored, repacked, weights.shape(stored))
         elif make := weights.integers(stored):
             tensors_read[name] = Regrouped.of(make, stored.main)
         elif decode := weights.decode(stored):
-            tensors_read[name] = Made(stored, _widened(decode), weights.shape(stored))
+            tensors_read[name] = RepackedTensor(stored, _widened(decode), weights.shape(stored))
         else:
             tensors_read |= {each.name: each for each in (stored.main, *stored.auxiliary.values())}
     check_types(each for each in tensors_read.values() if isinstance(each, Tensor))
     return tensors_read
 
 
-def _widened(decode: Decode) -> Kept:
-    return Kept("BF16", lambda rows: rounded(decode(rows)).view(np.uint8))
+def _widened(decode: Decode) -> Repacked:
+    return Repacked("BF16", lambda rows: rounded(decode(rows)).view(np.uint8))
 
 
-def _values_of(kept: Kept, name: str, shape: Shape) -> Decode:
+def _values_of(repacked: Repacked, name: str, shape: Shape) -> Decode:
     def values(rows: NDArray[np.int64]) -> NDArray[np.float32]:
-        return make_tensor(name, (len(rows), shape[-1]), kept.dtype, kept.rows(rows).reshape(-1)).float32()
+        return make_tensor(name, (len(rows), shape[-1]), repacked.dtype, repacked.rows(rows).reshape(-1)).float32()
 
     return values
 
 
 @dataclass(frozen=True, eq=False)
-class Made(Deferred):
+class RepackedTensor(Deferred):
     """A RawTensor [..., rows, columns] of a quantized weight, repacked at each access. `first`: the row of the weight
     (leading dimensions flattened into rows) with which this tensor begins."""
 
     stored: Stored
-    kept: Kept
+    repacked: Repacked
     shape: Shape
     first: int = 0
     part_of: str = ""
@@ -374,25 +374,25 @@ class Made(Deferred):
 
     @property
     def dtype(self) -> str:
-        return self.kept.dtype
+        return self.repacked.dtype
 
     def fingerprint(self) -> int:
         return self.stored.main.fingerprint() + self.first
 
     def read(self) -> Tensor:
-        return self._made(np.arange(math.prod(self.shape[:-1])), self.shape)
+        return self._rows(np.arange(math.prod(self.shape[:-1])), self.shape)
 
     def take_rows(self, rows: NDArray[np.int64]) -> Tensor:
         if len(self.shape) > 2:
             return self.read().take_rows(rows)
-        return self._made(np.asarray(rows), (len(rows), self.shape[-1]))
+        return self._rows(np.asarray(rows), (len(rows), self.shape[-1]))
 
-    def part(self, index: int) -> "Made":
+    def part(self, index: int) -> "RepackedTensor":
         first = self.first + index * math.prod(self.shape[1:-1])
-        return Made(self.stored, self.kept, self.shape[1:], first, f"{self.name}[{index}]")
+        return RepackedTensor(self.stored, self.repacked, self.shape[1:], first, f"{self.name}[{index}]")
 
-    def _made(self, rows: NDArray[np.int64], shape: Shape) -> Tensor:
-        return make_tensor(self.name, shape, self.dtype, self.kept.rows(rows + self.first).reshape(-1))
+    def _rows(self, rows: NDArray[np.int64], shape: Shape) -> Tensor:
+        return make_tensor(self.name, shape, self.dtype, self.repacked.rows(rows + self.first).reshape(-1))
 
 
 def planned(name: str, shape: Shape, decode: Decode) -> Planned:

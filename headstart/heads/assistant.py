@@ -102,9 +102,9 @@ def lm_heads(weights: Weights, spec: HeadSpec, hidden: int, rows: int) -> Seq[LM
     exact, count = weights.linear("lm_head", rows, reader.hidden_size), reader.num_groups
     if not count:
         return [exact]
-    told = weights.raw("token_ordering", (rows,))
-    assert isinstance(told, Tensor)
-    ordering = told.numpy().astype(np.int64)
+    declared = weights.raw("token_ordering", (rows,))
+    assert isinstance(declared, Tensor)
+    ordering = declared.numpy().astype(np.int64)
     if rows % count or not np.array_equal(np.sort(ordering), np.arange(rows)):
         raise ModelError(f"{weights.source}: token_ordering does not put {rows} tokens into {count} groups")
     groups = np.empty(rows, np.int64)
@@ -163,11 +163,11 @@ def _attention(layer: LayerConfig) -> AttentionConfig:
 
 
 def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadCheckpoint:
-    where, told = path / "config.json", document.get("text_config")
-    if not isinstance(told, dict):
-        raise ModelError(f"{where}: text_config is {told!r}, not an object", "is this an assistant?")
+    where, declared = path / "config.json", document.get("text_config")
+    if not isinstance(declared, dict):
+        raise ModelError(f"{where}: text_config is {declared!r}, not an object", "is this an assistant?")
     window = {"sliding_window": 1024} if "unified" in str(document.get("model_type")) else {}
-    inner = {**DEFAULTS, **window, **{key: value for key, value in told.items() if value is not None}}
+    inner = {**DEFAULTS, **window, **{key: value for key, value in declared.items() if value is not None}}
     if inner.get("use_bidirectional_attention") == "all":
         raise ModelError(f"{where}: use_bidirectional_attention is 'all', which is not known of an assistant")
     for key, only in WITHOUT.items():
@@ -216,9 +216,9 @@ def _layers(inner: Document) -> list[LayerConfig]:
 
 def _own(inner: Document, index: int, kind: str) -> Document:
     """Keys of one layer that override the common ones: per_layer_config in newer files, else those of full layers."""
-    told = inner.get("per_layer_config")
-    if told:
-        return dict(told.get(str(index), {}))
+    declared = inner.get("per_layer_config")
+    if declared:
+        return dict(declared.get(str(index), {}))
     if kind == SLIDING:
         return {}
     heads = inner.get("num_global_key_value_heads") if inner.get("attention_k_eq_v") else None
@@ -229,10 +229,10 @@ def _mixer(inner: Document, kind: str, window: int) -> AttentionConfig:
     heads, kv_heads, dim = (int(inner[name]) for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     if min(heads, kv_heads, dim) < 1 or heads % kv_heads:
         raise ValueError(f"num_attention_heads {heads} over {kv_heads}")
-    told = inner.get("rope_parameters") or ROPES
+    declared = inner.get("rope_parameters") or ROPES
     return AttentionConfig(
         spec=AttentionSpec(heads, kv_heads, dim, 1.0, window=window, excludes_self=True),
-        rope=rope_spec({**inner, "rope_parameters": told[kind], "rope_scaling": None}, dim),
+        rope=rope_spec({**inner, "rope_parameters": declared[kind], "rope_scaling": None}, dim),
         qk_norm=True,
         source_layer=0,
     )

@@ -326,11 +326,11 @@ def layers_of(spec: HeadSpec) -> list[LayerConfig]:
         return [layer] * block.num_layers
     mixer, _ = plain_parts(layer)
 
-    def made(i: int) -> LayerConfig:
+    def layer_at(i: int) -> LayerConfig:
         attention = replace(mixer.spec, window=block.window(i), causal=block.is_causal(i))
         return replace(layer, mixer=replace(mixer, spec=attention, sinks=block.sinks))
 
-    return [made(i) for i in range(block.num_layers)]
+    return [layer_at(i) for i in range(block.num_layers)]
 
 
 def shapes(spec: HeadSpec, hidden: int) -> Shapes:

@@ -235,11 +235,11 @@ def _normed(named: Mapping[str, Tensor], document: Document, path: Path) -> dict
     if parts:
         values = np.concatenate([part.float32() for part in parts])
         found[EACH] = make_tensor(EACH, values.shape, "F32", values.view(np.uint8))
-    told = {WHOLE: eagle.get("norm_before_fc", document.get("norm_before_fc")), EACH: document.get("fc_norm")}
+    declared = {WHOLE: eagle.get("norm_before_fc", document.get("norm_before_fc")), EACH: document.get("fc_norm")}
     for name, key in ((WHOLE, "norm_before_fc"), (EACH, "fc_norm")):
-        if told[name] and name not in found:
+        if declared[name] and name not in found:
             raise ModelError(f"{path}: config.json says {key}, but its tensors are missing", "download the head again")
-    if not told[WHOLE]:
+    if not declared[WHOLE]:
         found.pop(WHOLE, None)
     return found
 

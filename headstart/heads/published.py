@@ -79,8 +79,8 @@ class DrafterFormat:
 
     def drafts(self, sizes: Sizes) -> int | None:
         """Number of tokens that one pass of a block drafter drafts; None if unknown."""
-        rows, told = self.rows(sizes), lookup(sizes.config, "sample_from_anchor")
-        anchored = not told if isinstance(told, bool) else self.anchored
+        rows, declared = self.rows(sizes), lookup(sizes.config, "sample_from_anchor")
+        anchored = not declared if isinstance(declared, bool) else self.anchored
         return None if rows is None else max(1, rows - anchored)
 
 

@@ -62,9 +62,9 @@ def mixer(config: Config, **switches: Any) -> Mamba2Config:
 
 
 def _head_dim(config: Config, heads: int) -> int:
-    told = config.get("mamba_d_head") or config.get("mamba_head_dim")
-    if told not in (None, "auto"):
-        return number({"mamba_d_head": told}, "mamba_d_head")
+    declared = config.get("mamba_d_head") or config.get("mamba_head_dim")
+    if declared not in (None, "auto"):
+        return number({"mamba_d_head": declared}, "mamba_d_head")
     inner = number(config, "mamba_d_ssm", "linear_inner_size", default=0, least=0)
     inner = inner or number(config, "mamba_expand", "expand", default=2) * number(config, "hidden_size")
     if inner % heads:
@@ -80,9 +80,9 @@ def _check_limit(limit: object) -> None:
         raise ModelError(f"config.json: time_step_limit is {limit!r}, which is not supported", "known: 0 to infinity")
 
 
-def kinds(config: Config, told: object, known: tuple[str, ...] = (MAMBA, FULL)) -> list[str]:
+def kinds(config: Config, declared: object, known: tuple[str, ...] = (MAMBA, FULL)) -> list[str]:
     """Kind of each layer, under transformers 5's names. Raises ModelError for kinds that are not `known`."""
-    named = [KINDS.get(str(kind), str(kind)) for kind in told] if isinstance(told, list) else told
+    named = [KINDS.get(str(kind), str(kind)) for kind in declared] if isinstance(declared, list) else declared
     keys.check_kinds(named, keys.num_layers(config), known)
     assert isinstance(named, list)
     return named

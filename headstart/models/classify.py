@@ -71,11 +71,12 @@ def classify(config: Mapping[str, Any], names: Container[str] | None = None) -> 
     if promised:
         if family and family.layout.method == "dspark":
             block = as_size(config.get(family.layout.requires))
-            return replace(_whole(config, MTP, "dspark", family.layout.title, promised), block=block, max_drafts=block)
-        return _whole(config, MTP, "mtp", f"{family.layout.title if family else 'native'} MTP", promised)
+            kind = _model_kind(config, MTP, "dspark", family.layout.title, promised)
+            return replace(kind, block=block, max_drafts=block)
+        return _model_kind(config, MTP, "mtp", f"{family.layout.title if family else 'native'} MTP", promised)
     if names is None and (bare := identify_bare(config)) is not None:
         return _described(bare, config)
-    return _whole(config, MODEL, "draft_model", "draft model", 1)
+    return _model_kind(config, MODEL, "draft_model", "draft model", 1)
 
 
 def _described(found: DrafterFormat, config: Mapping[str, Any]) -> DrafterKind:
@@ -89,7 +90,7 @@ def _described(found: DrafterFormat, config: Mapping[str, Any]) -> DrafterKind:
     )  # fmt: skip
 
 
-def _whole(config: Mapping[str, Any], kind: str, method: str, title: str, modules: int) -> DrafterKind:
+def _model_kind(config: Mapping[str, Any], kind: str, method: str, title: str, modules: int) -> DrafterKind:
     """The kind of a whole model, with or without MTP modules."""
     sizes = Sizes(config)
     hidden, vocabulary = sizes.get("hidden"), sizes.get("vocabulary")

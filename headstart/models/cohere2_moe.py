@@ -63,10 +63,10 @@ def _experts(config: Config) -> MoEConfig:
     """The experts. The softmax is over the selected experts, so weights are normalized despite `norm_topk_prob`."""
     inner = number(config, "moe_intermediate_size", default=0, least=0) or number(config, "intermediate_size")
     experts = keys.softmax_experts(config, inner=inner)
-    told = config.get("expert_selection_fn") or SCORES.get(number(config, "expert_gating_func", default=0, least=0))
-    if told not in SCORES.values():
-        raise ModelError(f"config.json: expert_selection_fn is {told!r}", f"known: {', '.join(SCORES.values())}")
-    sigmoid = told == "sigmoid"
+    declared = config.get("expert_selection_fn") or SCORES.get(number(config, "expert_gating_func", default=0, least=0))
+    if declared not in SCORES.values():
+        raise ModelError(f"config.json: expert_selection_fn is {declared!r}", f"known: {', '.join(SCORES.values())}")
+    sigmoid = declared == "sigmoid"
     shared = number(config, "num_shared_experts", "n_shared_experts", default=0, least=0)
     strategy = config.get("shared_expert_combination_strategy", "average")
     if strategy not in SHARES:

@@ -66,13 +66,13 @@ def _norm(config: Config) -> Literal["gated", "before_gate", "none"]:
 
 def _factors(config: Config, key: str, count: int) -> tuple[float, ...]:
     """The `count` multipliers under one key; 1.0 each without it."""
-    told = config.get(key)
-    factors = [1.0] * count if told is None else told
+    declared = config.get(key)
+    factors = [1.0] * count if declared is None else declared
     numbers = isinstance(factors, list) and all(
         isinstance(each, int | float) and not isinstance(each, bool) and 0 < each < math.inf for each in factors
     )
     if not numbers or len(factors) != count:
-        raise ModelError(f"config.json: {key} is {told!r}, but must be {count} numbers above 0")
+        raise ModelError(f"config.json: {key} is {declared!r}, but must be {count} numbers above 0")
     return tuple(map(float, factors))
 
 

@@ -61,11 +61,11 @@ def parse(config: Config) -> DecoderConfig:
 
 def _own(config: Reading, kind: str, index: int) -> Mapping[str, Any]:
     """Config keys of one layer that override the common ones: from `per_layer_config` (newer files), else by kind."""
-    told = config.get("per_layer_config")
-    if told is not None:
-        own = told.get(str(index), {}) if isinstance(told, dict) else None
+    declared = config.get("per_layer_config")
+    if declared is not None:
+        own = declared.get(str(index), {}) if isinstance(declared, dict) else None
         if not isinstance(own, dict) or set(own) - set(OWN):
-            raise ModelError(f"config.json: per_layer_config is {told!r}", f"known are {', '.join(OWN)} of a layer")
+            raise ModelError(f"config.json: per_layer_config is {declared!r}", f"known are {', '.join(OWN)} of a layer")
         return own
     by_layer = config.get("num_key_value_heads")  # a GGUF file's
     if isinstance(by_layer, list) and len(by_layer) <= index:

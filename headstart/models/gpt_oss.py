@@ -46,10 +46,10 @@ def parse(config: Config) -> DecoderConfig:
 
 def _with_rope(config: Config) -> Config:
     """The config with default YaRN if it has no RoPE scaling, and with `truncate`, which GGUF files lack."""
-    told = config.get("rope_parameters") or config.get("rope_scaling")
+    declared = config.get("rope_parameters") or config.get("rope_scaling")
     if config.get("model_type") != LLAMA_CPP:
-        return config if told else keys.inside(config, {"rope_parameters": YARN})
-    return keys.inside(config, {"rope_scaling": {**told, "truncate": False}}) if told else config
+        return config if declared else keys.inside(config, {"rope_parameters": YARN})
+    return keys.inside(config, {"rope_scaling": {**declared, "truncate": False}}) if declared else config
 
 
 def _experts(config: Config) -> MoEConfig:

@@ -48,13 +48,13 @@ def parse(config: Config) -> DecoderConfig:
 
 def _kinds(config: Config) -> tuple[list[str], object]:
     """(MAMBA or FULL for each layer, number of KV heads)."""
-    told, (attends, kv_heads) = config.get("layer_types"), keys.attending(config)
+    declared, (attends, kv_heads) = config.get("layer_types"), keys.attending(config)
     if attends is not None:
-        told = [FULL if each else MAMBA for each in attends]
-    if told is None:
+        declared = [FULL if each else MAMBA for each in attends]
+    if declared is None:
         known = config.get("model_type") in ("granitemoehybrid", "granitehybrid")
-        told = [MAMBA if known else FULL] * keys.num_layers(config)
-    return _mamba2.kinds(config, told), kv_heads
+        declared = [MAMBA if known else FULL] * keys.num_layers(config)
+    return _mamba2.kinds(config, declared), kv_heads
 
 
 def _rotated(config: Config) -> bool:

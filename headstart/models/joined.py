@@ -30,7 +30,7 @@ def split_joined(tensors: Mapping[str, RawTensor], config: DecoderConfig) -> dic
                 if joined == GATE_UP and name not in found and up in found and found[up].shape[0] == rows:
                     name = up
                 if name in found and found[name].shape[0] == rows:
-                    found |= _apart(found.pop(name), prefix, parts, end)
+                    found |= _split_rows(found.pop(name), prefix, parts, end)
     return found
 
 
@@ -65,7 +65,7 @@ def _parts(layer: LayerConfig) -> dict[str, dict[str, int]]:
     return found
 
 
-def _apart(whole: RawTensor, layer: str, parts: Mapping[str, int], end: str) -> dict[str, RawTensor]:
+def _split_rows(whole: RawTensor, layer: str, parts: Mapping[str, int], end: str) -> dict[str, RawTensor]:
     bounds = np.cumsum([0, *parts.values()])
     ranges = [np.arange(begin, stop) for begin, stop in pairwise(bounds)]
     return {f"{layer}.{part}.{end}": RowSubset(whole, rows) for part, rows in zip(parts, ranges, strict=True)}

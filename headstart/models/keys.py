@@ -127,13 +127,13 @@ def kinds_in_turn(config: Config, every: int) -> list[str]:
     default each `every`th. GGUF files may have a list of flags (True: sliding) instead of that number."""
     kinds, count = config.get("layer_types"), num_layers(config)
     if kinds is None:
-        told = config.get("sliding_window_pattern")
-        if isinstance(told, str) and told:  # a repeated pattern such as LLLG
-            told = [letter == "L" for letter in (told * count)[:count]]
-        if isinstance(told, bool):  # GGUF file: one flag for all layers
-            told = [told] * count
-        if isinstance(told, list):
-            kinds = [SLIDING if sliding else FULL for sliding in told]
+        written = config.get("sliding_window_pattern")
+        if isinstance(written, str) and written:  # a repeated pattern such as LLLG
+            written = [letter == "L" for letter in (written * count)[:count]]
+        if isinstance(written, bool):  # GGUF file: one flag for all layers
+            written = [written] * count
+        if isinstance(written, list):
+            kinds = [SLIDING if sliding else FULL for sliding in written]
         else:
             every = number(config, "sliding_window_pattern", default=every, least=0) or every
             kinds = [FULL if (i + 1) % every == 0 else SLIDING for i in range(count)]
@@ -148,10 +148,10 @@ ROPES: Mapping[str, str] = {FULL: "rope_theta", SLIDING: "rope_local_base_freq"}
 def by_kind(config: Reading, bases: Mapping[str, str] = ROPES) -> dict[str, Reading]:
     """Kind of layer -> the config with the RoPE keys of that kind. Source: `rope_parameters` by kind (transformers 5),
     or in older files `rope_scaling`, which is for full layers only. bases: kind -> key of its RoPE base."""
-    told = config.get("rope_parameters")
-    ropes = {FULL: config.get("rope_scaling")} if told is None else told
+    written = config.get("rope_parameters")
+    ropes = {FULL: config.get("rope_scaling")} if written is None else written
     if not isinstance(ropes, dict) or not all(isinstance(rope, dict | None) for rope in ropes.values()):
-        raise ModelError(f"config.json: rope_parameters is {told!r}, but must have a rope for each kind of layer")
+        raise ModelError(f"config.json: rope_parameters is {written!r}, but must have a rope for each kind of layer")
     if unknown := sorted(set(ropes) - set(bases)):
         raise ModelError(f"config.json: rope_parameters has {unknown[0]!r}", f"known are layers of {', '.join(bases)}")
     return {
@@ -166,8 +166,8 @@ def windows_in_turn(config: Config, every: int = 1) -> list[int]:
     window, count = number(config, "sliding_window", default=0, least=0), num_layers(config)
     if not window:
         return [0] * count
-    told = config.get("layer_types") is not None or bool(config.get("sliding_window_pattern"))
-    kinds = kinds_in_turn(config, every) if told or every > 1 else [SLIDING] * count
+    written = config.get("layer_types") is not None or bool(config.get("sliding_window_pattern"))
+    kinds = kinds_in_turn(config, every) if written or every > 1 else [SLIDING] * count
     return [window if kind == SLIDING else 0 for kind in kinds]
 
 
@@ -182,13 +182,13 @@ def check_kinds(kinds: object, count: int, known: Sequence[str]) -> None:
 def attending(config: Config) -> tuple[list[bool] | None, Any]:
     """(for each layer, whether it is attention; number of KV heads). The list is None if the config has one number for
     all layers. GGUF files have a list, with 0 for layers without attention."""
-    told = config.get("num_key_value_heads")
-    if not isinstance(told, list):
-        return None, told
-    numbers = all(isinstance(each, int) for each in told)
-    if not numbers or len(told) != num_layers(config) or len({each for each in told if each}) > 1:
-        raise ModelError(f"config.json: num_key_value_heads is {told}, but must be 0 or one number by layer")
-    return [bool(each) for each in told], max(told)
+    written = config.get("num_key_value_heads")
+    if not isinstance(written, list):
+        return None, written
+    numbers = all(isinstance(each, int) for each in written)
+    if not numbers or len(written) != num_layers(config) or len({each for each in written if each}) > 1:
+        raise ModelError(f"config.json: num_key_value_heads is {written}, but must be 0 or one number by layer")
+    return [bool(each) for each in written], max(written)
 
 
 ACTIVATIONS: Mapping[str, Activation] = {

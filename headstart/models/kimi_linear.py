@@ -43,8 +43,8 @@ def parse(config: Config) -> DecoderConfig:
 
 def with_usual_keys(config: Config) -> Config:
     """The config with DeepSeek's names of Kimi's keys, and linear attention's keys at top level."""
-    told = {ours: config.get(key) for key, ours in THEIRS.items()}
-    return _kda.linear_config(keys.inside(config, {key: value for key, value in told.items() if value is not None}))
+    declared = {ours: config.get(key) for key, ours in THEIRS.items()}
+    return _kda.linear_config(keys.inside(config, {key: value for key, value in declared.items() if value is not None}))
 
 
 FAMILY = Family(

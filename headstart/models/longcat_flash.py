@@ -37,13 +37,13 @@ def parse(config: Config) -> DecoderConfig:
 
 def _num_layers(config: Config) -> int:
     """Number of layers of two halves: `num_layers`, or half of transformers' `num_hidden_layers`."""
-    told = config.get("num_hidden_layers")
+    declared = config.get("num_hidden_layers")
     if config.get("num_layers") is None:
         halves = keys.num_layers(config)
     else:
         halves = keys.num_layers({"num_hidden_layers": 2 * number(config, "num_layers")})
-    if halves % 2 or told not in (None, halves, halves // 2):
-        raise ModelError(f"config.json: num_hidden_layers is {told}, but must be twice num_layers")
+    if halves % 2 or declared not in (None, halves, halves // 2):
+        raise ModelError(f"config.json: num_hidden_layers is {declared}, but must be twice num_layers")
     return halves // 2
 
 

@@ -83,8 +83,8 @@ def _num_mtp(config: Config) -> int:
     if not count:
         return 0
     pattern, named = config.get("mtp_hybrid_override_pattern"), config.get("mtp_layers_block_type")
-    told = [LETTERS.get(each, each) for each in pattern] if isinstance(pattern, str) else named or [*MODULE]
-    kinds = [_mamba2.KINDS.get(str(kind), str(kind)) for kind in told]
+    declared = [LETTERS.get(each, each) for each in pattern] if isinstance(pattern, str) else named or [*MODULE]
+    kinds = [_mamba2.KINDS.get(str(kind), str(kind)) for kind in declared]
     if count > 1 or tuple(kinds) != MODULE:
         raise ModelError(
             f"config.json: {count} MTP modules of {', '.join(kinds)} are not supported",
@@ -96,27 +96,28 @@ def _num_mtp(config: Config) -> int:
 def _layers(config: Config) -> tuple[list[str], Config]:
     """(kind of each layer, config with numbers in place of a GGUF file's lists). Two of these lists determine the
     kinds: a layer with neither KV heads nor a feed-forward part is Mamba2."""
-    told, pattern = config.get("layers_block_type") or config.get("layer_types"), config.get("hybrid_override_pattern")
+    declared = config.get("layers_block_type") or config.get("layer_types")
+    pattern = config.get("hybrid_override_pattern")
     if isinstance(config.get("num_key_value_heads"), list) or config.get("model_type") in GGUF:
         count, part = keys.num_layers(config), MOE if config.get("num_experts") else MLP
         heads, inner = (_by_layer(config, key, count) for key in ("num_key_value_heads", "intermediate_size"))
-        told = [part if wide else FULL if kv else MAMBA for kv, wide in zip(heads, inner, strict=True)]
+        declared = [part if wide else FULL if kv else MAMBA for kv, wide in zip(heads, inner, strict=True)]
         numbers = {"num_key_value_heads": max(heads) or 1, "intermediate_size": max(inner)}
-        return _mamba2.kinds(config, told, KINDS), keys.inside(config, numbers)
-    if isinstance(pattern, str) and told is None:
-        told = [LETTERS.get(letter, letter) for letter in pattern]
-    if not isinstance(told, list) or not told:
+        return _mamba2.kinds(config, declared, KINDS), keys.inside(config, numbers)
+    if isinstance(pattern, str) and declared is None:
+        declared = [LETTERS.get(letter, letter) for letter in pattern]
+    if not isinstance(declared, list) or not declared:
         raise ModelError("config.json names no layers", "layers_block_type or hybrid_override_pattern must say them")
-    config = keys.inside(config, {"num_hidden_layers": len(told)})
-    return _mamba2.kinds(config, told, KINDS), config
+    config = keys.inside(config, {"num_hidden_layers": len(declared)})
+    return _mamba2.kinds(config, declared, KINDS), config
 
 
 def _by_layer(config: Config, key: str, count: int) -> list[int]:
     """The number of each of `count` layers under a key that has one number, or a list that MTP modules may extend."""
-    told = config.get(key)
-    listed: list[Any] = told if isinstance(told, list) else [told] * count
+    declared = config.get(key)
+    listed: list[Any] = declared if isinstance(declared, list) else [declared] * count
     if len(listed) < count or not all(isinstance(each, int) and each >= 0 for each in listed):
-        raise ModelError(f"config.json: {key} is {told!r}, but must be a number for each of {count} layers")
+        raise ModelError(f"config.json: {key} is {declared!r}, but must be a number for each of {count} layers")
     return listed[:count]
 
 

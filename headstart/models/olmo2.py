@@ -17,8 +17,8 @@ def parse(config: Config) -> DecoderConfig:
     bias, windows = flag(config, "attention_bias"), [0] * keys.num_layers(config)
     if config["model_type"] == WINDOWED or config.get("sliding_window_pattern") is not None:
         windows = keys.windows_in_turn(config, 4)
-    told = config.get("rope_parameters")
-    both = told if isinstance(told, dict) else {}  # transformers 5 says one for each kind
+    declared = config.get("rope_parameters")
+    both = declared if isinstance(declared, dict) else {}  # transformers 5 says one for each kind
     ropes = {kind: both.get(kind) for kind in (keys.FULL, keys.SLIDING)}
     full = config.inside({"rope_parameters": ropes[keys.FULL]}) if any(ropes.values()) else config
     return keys.stack(

@@ -66,10 +66,10 @@ def parse(config: Config) -> DecoderConfig:
 
 def _selected_length(config: Config, longest: int) -> int:
     """Number of positions whose regions are all selected; `longest` without indexers."""
-    told = config.get("sparse_config")
-    if not isinstance(told, dict) or told.get("enabled") is False:
+    declared = config.get("sparse_config")
+    if not isinstance(declared, dict) or declared.get("enabled") is False:
         return longest
-    return number(told, "topk", default=512) * number(told, "region_block_size", default=8)
+    return number(declared, "topk", default=512) * number(declared, "region_block_size", default=8)
 
 
 def _of_llama_cpp(config: Config) -> bool:
@@ -116,8 +116,8 @@ def _sparse(config: Config, count: int) -> list[bool]:
 
 def _limits(config: Config, key: str, count: int) -> list[Activation]:
     """Activation of each layer and MTP module, from the limits under `key`."""
-    told = config.get(key)
-    values = told if isinstance(told, list) else [told] * count  # a GGUF file's list of one number
+    declared = config.get(key)
+    values = declared if isinstance(declared, list) else [declared] * count  # a GGUF file's list of one number
     values = [*values, *[0.0] * (count - len(values))]
     if unknown := [value for value in values if value is not None and value not in [*LIMITS]]:
         known = ", ".join(f"{limit:g}" for limit in LIMITS)

@@ -249,8 +249,8 @@ class StartedServer:
         self._target = self._start(OFF)
 
     @property
-    def about(self) -> Mapping[str, Any]:
-        return self._target.about
+    def description(self) -> Mapping[str, Any]:
+        return self._target.description
 
     def is_alive(self) -> bool:
         return self._target.is_alive()

@@ -18,7 +18,7 @@ from headstart.errors import ModelError
 from headstart.formats.base import Tensor
 from headstart.formats.grouped import LEVELS, Layout, joined
 from headstart.formats.integers import Integers
-from headstart.formats.quantization import Decode, Described, Kept, Quantization, Stored, WeightBytes
+from headstart.formats.quantization import Decode, Described, Quantization, Repacked, Stored, WeightBytes
 from headstart.formats.quantized._scaled import numbers
 
 STATES = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")
@@ -53,7 +53,7 @@ def integers(stored: Stored) -> Integers | None:
     return Integers(stored.name, codes, np.full(scales.shape, 128, np.int32), scales, columns, 8)
 
 
-def keep(stored: Stored) -> Kept | None:
+def keep(stored: Stored) -> Repacked | None:
     """A 4-bit weight with NF4 or FP4 levels whose blocks and rows are multiples of 32 or 64 columns; else None."""
     if "SCB" in stored.auxiliary:
         return None
@@ -69,7 +69,7 @@ def keep(stored: Stored) -> Kept | None:
         places = chosen[:, None] * columns + np.arange(0, columns, group)
         return joined(layout, (codes >> 4 | codes << 4).astype(np.uint8), largest(places // size))
 
-    return Kept(layout.name, rows)
+    return Repacked(layout.name, rows)
 
 
 def decode(stored: Stored) -> Decode | None:

@@ -36,7 +36,7 @@ def decode(stored: quantization.Stored) -> quantization.Decode:
     return scaled(stored, stored.main.shape, Tensor.float32)
 
 
-def keep(stored: quantization.Stored) -> quantization.Kept | None:
+def keep(stored: quantization.Stored) -> quantization.Repacked | None:
     """The codes and scales, if the codes are E4M3 and a block's width is a multiple of a kernel's group; else None."""
     shape = stored.main.shape
     if stored.main.dtype != "F8_E4M3" or stored.scale is None or len(shape) < 2:
@@ -52,7 +52,7 @@ def keep(stored: quantization.Stored) -> quantization.Kept | None:
         scales = np.repeat(scales_of(chosen), -(-block[1] // group), axis=1)[:, : -(-shape[-1] // group)]
         return joined(layout, folded.take_rows(chosen).data, scales)
 
-    return quantization.Kept(layout.name, rows)
+    return quantization.Repacked(layout.name, rows)
 
 
 QUANTIZATION = quantization.Quantization(

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from headstart.errors import ModelError
 from headstart.formats.base import Tensor
 from headstart.formats.grouped import Layout, joined
-from headstart.formats.quantization import Described, Kept, Quantization, Stored
+from headstart.formats.quantization import Described, Quantization, Repacked, Stored
 from headstart.formats.quantized._scaled import numbers
 
 NVFP4_BYTES, Q1_0_BYTES = 36, 18  # of a block
@@ -26,12 +26,12 @@ def check(stored: Stored) -> None:
         raise ModelError(f"{scale.name} {list(scale.shape)} is not a scale for {stored.name} {list(stored.main.shape)}")
 
 
-def keep(stored: Stored) -> Kept:
+def keep(stored: Stored) -> Repacked:
     check(stored)
     return _one_bit(stored.main.as_matrix()) if stored.main.dtype == "Q1_0" else _nvfp4(stored)
 
 
-def _nvfp4(stored: Stored) -> Kept:
+def _nvfp4(stored: Stored) -> Repacked:
     layout, matrix, num_rows = Layout("E2M1", 16, "E4M3"), stored.main.as_matrix(), math.prod(stored.main.shape[-2:-1])
 
     def rows(chosen: NDArray[np.int64]) -> NDArray[np.uint8]:
@@ -44,10 +44,10 @@ def _nvfp4(stored: Stored) -> Kept:
         own = factors[chosen // num_rows % len(factors)]
         return joined(layout, codes[:, ::2] | codes[:, 1::2] << 4, scales, factors=own)
 
-    return Kept(layout.name, rows)
+    return Repacked(layout.name, rows)
 
 
-def _one_bit(matrix: Tensor) -> Kept:
+def _one_bit(matrix: Tensor) -> Repacked:
     def rows(chosen: NDArray[np.int64]) -> NDArray[np.uint8]:
         blocks = matrix.take_rows(chosen).data.reshape(len(chosen), -1, 1, Q1_0_BYTES)
         steps = 7 + 2 * np.unpackbits(blocks[..., 2:], axis=-1, bitorder="little").reshape(len(chosen), -1, 4, 32)
@@ -55,7 +55,7 @@ def _one_bit(matrix: Tensor) -> Kept:
         halves = np.concatenate((scales, steps[..., :16] | steps[..., 16:] << 4), axis=-1)
         return np.ascontiguousarray(halves).reshape(len(chosen), -1)
 
-    return Kept("Q4_0", rows)
+    return Repacked("Q4_0", rows)
 
 
 QUANTIZATION = Quantization(

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.errors import ModelError
-from headstart.formats.quantization import Decode, Described, Kept, Quantization, Stored, WeightBytes
+from headstart.formats.quantization import Decode, Described, Quantization, Repacked, Stored, WeightBytes
 from headstart.formats.quantized._four_bits import codes, group_of, unpacked
 from headstart.formats.quantized._scaled import numbers, scaled
 
@@ -25,7 +25,7 @@ def describe(stored: Stored) -> Described | None:
     return Described(unpacked(shape), "MXFP4") if group_of(stored) == GROUP else None
 
 
-def keep(stored: Stored) -> Kept | None:
+def keep(stored: Stored) -> Repacked | None:
     """The weight as ggml's MXFP4. Scales are powers [..., rows, groups]. Codes are [..., rows, groups, 16] bytes in
     gpt-oss's stacks, [..., rows, columns / 2] in other files. None for scales or codes of other dtypes."""
     main, stacked = stored.main, stored.auxiliary.get("_scales")
@@ -50,7 +50,7 @@ def keep(stored: Stored) -> Kept | None:
         powers = powers_of.take_rows(chosen).data.view(np.uint8).reshape(-1, groups, 1)
         return np.concatenate((powers, halves), axis=-1).reshape(len(chosen), -1)
 
-    return Kept("MXFP4", blocks)
+    return Repacked("MXFP4", blocks)
 
 
 def decode(stored: Stored) -> Decode | None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from headstart.errors import ModelError
 from headstart.formats.grouped import Layout, joined
-from headstart.formats.quantization import Described, Kept, Quantization, Settings, Stored, WeightBytes
+from headstart.formats.quantization import Described, Quantization, Repacked, Settings, Stored, WeightBytes
 from headstart.formats.quantized._four_bits import group_of, unpacked
 from headstart.formats.quantized._scaled import numbers
 
@@ -55,7 +55,7 @@ def factors(stored: Stored) -> NDArray[np.float32]:
     return np.float32(1) / found if divides else found
 
 
-def keep(stored: Stored) -> Kept | None:
+def keep(stored: Stored) -> Repacked | None:
     if stored.main.dtype == "F4":
         return None
     check(stored)
@@ -69,7 +69,7 @@ def keep(stored: Stored) -> Kept | None:
         own = factor[chosen // shape[-2] % len(factor)]
         return joined(layout, codes.take_rows(chosen).data, scales.take_rows(chosen).data, factors=own)
 
-    return Kept(layout.name, rows)
+    return Repacked(layout.name, rows)
 
 
 QUANTIZATION = Quantization(

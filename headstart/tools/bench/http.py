@@ -50,7 +50,7 @@ class HttpTarget:
         return (OFF, AUTO) if self._is_own else (OFF, SERVER) if self._off else (SERVER,)
 
     @property
-    def about(self) -> Mapping[str, Any]:
+    def description(self) -> Mapping[str, Any]:
         return {
             "runner": "HTTP", "url": str(self._server), "off_url": str(self._off) if self._off else None,
             "model": self._names[self._server], "is_headstart": self._is_own,

@@ -51,7 +51,7 @@ class InProcessTarget:
         return True
 
     @property
-    def about(self) -> Mapping[str, Any]:
+    def description(self) -> Mapping[str, Any]:
         _, name = select_drafter(self.model, self._config)
         lookup = {"lookup": True} if name == "mixed" else {}  # `info` names only the head of a mixed drafter
         return {"runner": "in process", **self._drafting.info, **lookup, "kv_blocks": self.kv_blocks}

@@ -81,7 +81,7 @@ class BenchTarget(Protocol):
     is_local: bool  # runs on this machine, whose energy can be read
 
     @property
-    def about(self) -> Mapping[str, Any]:
+    def description(self) -> Mapping[str, Any]:
         """Model, backend and server, for the report."""
 
     @property

@@ -191,7 +191,7 @@ class BenchRun:
     def _save(self, error: str) -> BenchDocument:
         """Builds the document of all cells so far and writes it to --out; with an error it counts as incomplete."""
         rows = rows_of(self._cells, price_per_hour=self.options.price_per_hour)
-        source = dict(self._targets[0].about)
+        source = dict(self._targets[0].description)
         document = BenchDocument(
             created=self._created, source=source, machine=self._machine,
             settings=_settings(self.options, self._modes, self._workloads), complete=not error, error=error,

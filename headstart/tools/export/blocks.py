@@ -64,8 +64,8 @@ def _of_trunk(document: Mapping[str, Any], trunk: Mapping[str, Any]) -> dict[str
     inner = document.get("transformer_layer_config")
     if inner is not None:
         return {"transformer_layer_config": {**inner, **({"max_position_embeddings": length} if length else {})}}
-    told = {key: trunk.get(key) for key in ("bos_token_id", "eos_token_id", "max_position_embeddings")}
-    return {key: value for key, value in told.items() if value is not None}
+    found = {key: trunk.get(key) for key in ("bos_token_id", "eos_token_id", "max_position_embeddings")}
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def planned_tensors(named: Mapping[str, RawTensor | NDArray[Any]]) -> list[Planned]:

@@ -30,7 +30,7 @@ from headstart.tools.prompts import builtin_prompts, measure_acceptance
 
 if TYPE_CHECKING:
     from headstart.engine.load import Model
-    from headstart.tools.inspect.forced import Saved
+    from headstart.tools.inspect.forced import SavedStates
     from headstart.tools.inspect.forced_head import Counts, ForcedHead
 
 DEPTHS = (1, 2, 3)
@@ -67,7 +67,7 @@ class MeasuredReading(NamedTuple):
 
 def _measure_streamed(model: "Model", progress: Progress) -> dict[str, Any]:
     """Measures a model that does not fit into memory: the built-in texts go through it layer by layer."""
-    from headstart.tools.inspect.forced import Saved, builtin_texts, run_trunk
+    from headstart.tools.inspect.forced import SavedStates, builtin_texts, run_trunk
     from headstart.tools.inspect.forced_head import ForcedHead, can_force
 
     assert model.head
@@ -75,7 +75,7 @@ def _measure_streamed(model: "Model", progress: Progress) -> dict[str, Any]:
         kind = model.head.spec.kind
         raise ModelError(f"the model does not fit into memory; {kind} heads are measured with models that do")
     texts = builtin_texts(model)
-    saved = Saved.of(model, texts)
+    saved = SavedStates.of(model, texts)
     forced = ForcedHead(run_trunk(model, texts, progress, saved))
     depth = min(DEPTHS[-1], model.head.spec.depth_limit)
     progress(0, 1, "measuring acceptance")
@@ -89,7 +89,7 @@ def _measure_streamed(model: "Model", progress: Progress) -> dict[str, Any]:
     return _document(model.head, rows, sum(counts.tries), counts.first(), readings, _best(readings, counts.first()))
 
 
-def _counts(forced: "ForcedHead", saved: "Saved | None", head: Head, what: str, depth: int = 1) -> "Counts":
+def _counts(forced: "ForcedHead", saved: "SavedStates | None", head: Head, what: str, depth: int = 1) -> "Counts":
     """Counts of drafts with one reading (`what`; empty: as written). `saved` keeps them after an interruption."""
     from headstart.tools.inspect.forced_head import Counts
 
@@ -100,7 +100,7 @@ def _counts(forced: "ForcedHead", saved: "Saved | None", head: Head, what: str, 
 
 
 def _measure_readings(
-    model: "Model", forced: "ForcedHead", progress: Progress, saved: "Saved | None" = None
+    model: "Model", forced: "ForcedHead", progress: Progress, saved: "SavedStates | None" = None
 ) -> list[MeasuredReading]:
     """First drafts over the same texts with each other reading of an MTP head."""
     from headstart.tools.inspect.readings import mtp_readings
@@ -230,16 +230,16 @@ def other_readings(spec: HeadSpec, num_layers: int, *, ours: bool = False) -> It
     if block is None:
         return
 
-    def made(what: str, fix: str, **changes: Any) -> BlockReading:
+    def reading(what: str, fix: str, **changes: Any) -> BlockReading:
         return BlockReading(what, fix, replace(spec, block=replace(block, **changes)))
 
     style = "half-split" if block.interleaved else "interleaved"
     rope = json.dumps({"interleaved": not block.interleaved} if ours else {"is_neox_style": block.interleaved})[1:-1]
-    yield made(f"a RoPE that is {style}", rope, interleaved=not block.interleaved)
+    yield reading(f"a RoPE that is {style}", rope, interleaved=not block.interleaved)
     causal = not block.all_causal
     how = "only earlier rows of their block" if causal else "all rows of their block"
     mask = f'"{"causal" if ours else "is_causal"}": {json.dumps(causal)}'
-    yield made(f"rows that see {how}", mask, causal=causal, causal_windows=causal)
+    yield reading(f"rows that see {how}", mask, causal=causal, causal_windows=causal)
     for step in (1, -1):
         moved = tuple(layer + step for layer in taps)
         if moved[0] >= 0 and moved[-1] < num_layers:
@@ -250,7 +250,7 @@ def other_readings(spec: HeadSpec, num_layers: int, *, ours: bool = False) -> It
         anchor = not block.anchor_predicts
         what = f"a first row that drafts {'too' if anchor else 'nothing'}"
         fix = f'"{"anchor_predicts" if ours else "sample_from_anchor"}": {json.dumps(anchor)}'
-        yield made(what, fix, anchor_predicts=anchor, block_size=drafts)
+        yield reading(what, fix, anchor_predicts=anchor, block_size=drafts)
 
 
 def gains(other: DraftStats, as_written: DraftStats) -> bool:

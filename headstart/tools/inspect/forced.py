@@ -61,7 +61,9 @@ class ForcedTrunk:
         return _argmax(self.model, self.backend, states, head)
 
 
-def run_trunk(model: Model, texts: Seq[Seq[int]], progress: Progress, saved: "Saved | None" = None) -> ForcedTrunk:
+def run_trunk(
+    model: Model, texts: Seq[Seq[int]], progress: Progress, saved: "SavedStates | None" = None
+) -> ForcedTrunk:
     """Runs the model's trunk over texts (token ids). saved: where states are kept for another run."""
     taps = tapped_layers(model.head.spec.tap) if model.head else ()
     backend = model.backend if isinstance(model.backend, StreamedBackend) else StreamedBackend(model.backend)
@@ -240,13 +242,13 @@ def _duration(seconds: float) -> str:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedStates:
     """The state after the last finished layer of an unfinished run: a file in the user's cache folder."""
 
     path: Path
 
     @classmethod
-    def of(cls, model: Model, texts: Seq[Seq[int]]) -> "Saved":
+    def of(cls, model: Model, texts: Seq[Seq[int]]) -> "SavedStates":
         """The file of this checkpoint, these texts and taps, this package and backend."""
         tap = model.head.spec.tap if model.head else None
         facts = [hub.file_stamps(model.checkpoint.files), texts, tapped_layers(tap or "post_norm"), __version__]

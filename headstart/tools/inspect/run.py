@@ -143,14 +143,14 @@ def describe(checkpoint: Checkpoint, target: Checkpoint | None = None) -> dict[s
     if target:
         checks = check_native(heads, checkpoint, target) if heads.names else check_whole(checkpoint, target)
     layout = heads.layout
-    told = {
+    verdict = {
         **state_of(heads, checkpoint).document(), "declared": heads.promised.modules, "declared_by": heads.promised.key,
         "modules": [asdict(module) for module in heads.modules], "extra": heads.extra,
         "embedding": shared.get("embedding"), "lm_head": shared.get("lm_head"), "norm": layout.norm if layout else None,
         "concat": heads.concat if layout else None,
     }  # fmt: skip
     remarks = findings(Subject(checkpoint, weights, heads, shared))
-    return _document(checkpoint, weights, heads, told, remarks) | {"fit": _fit(target, checks)}
+    return _document(checkpoint, weights, heads, verdict, remarks) | {"fit": _fit(target, checks)}
 
 
 def _check_sizes(checkpoint: Checkpoint) -> None:
@@ -169,17 +169,17 @@ def _describe_drafter(
 ) -> dict[str, Any]:
     checks = check_fit(drafter, checkpoint.config, target) if target else None
     state = state_of_drafter(drafter, checks)
-    told = {
+    verdict = {
         **state.document(), "declared": drafter.num_modules, "declared_by": None,
         "modules": [asdict(module) for module in drafter.modules], "extra": [],
         **dict.fromkeys(("embedding", "lm_head", "norm", "concat")),
     }  # fmt: skip
-    document = _document(checkpoint, weights, None, told, list(drafter_findings(checkpoint.config, target)))
+    document = _document(checkpoint, weights, None, verdict, list(drafter_findings(checkpoint.config, target)))
     return document | {"drafter": drafter.document(), "fit": _fit(target, checks)}
 
 
 def _document(
-    checkpoint: Checkpoint, weights: Mapping[str, WeightHeader], heads: NativeHeads | None, told: dict[str, Any],
+    checkpoint: Checkpoint, weights: Mapping[str, WeightHeader], heads: NativeHeads | None, verdict: dict[str, Any],
     remarks: list[Finding],
 ) -> dict[str, Any]:  # fmt: skip
     text, generation = with_sizes(text_config(checkpoint.config)), checkpoint.generation_config
@@ -201,7 +201,7 @@ def _document(
         "tied_embeddings": heads is not None and "lm_head" not in parts,
         "parts": {part: summary(group.values()) for part, group in parts.items()},
         "total": summary(weights.values()),
-        "heads": told,
+        "heads": verdict,
         "findings": [finding._asdict() for finding in remarks],
         "drafter": None,
         "fit": None,

@@ -157,9 +157,9 @@ def _from_metrics(counters: EngineCounters) -> DraftingVerdict:
         confidence, said = 0.95, "metrics have nothing on drafts, as without speculation"
     else:
         return DraftingVerdict(answer="unknown", source="metrics")
-    told = [f"{counters.engine}'s {said}"]
+    evidence = [f"{counters.engine}'s {said}"]
     return DraftingVerdict(
-        answer=answer, confidence=confidence, source="metrics", acceptance_length=length, evidence=told
+        answer=answer, confidence=confidence, source="metrics", acceptance_length=length, evidence=evidence
     )
 
 

@@ -24,7 +24,7 @@ from headstart.formats.safetensors import save
 from headstart.heads.base import HeadSpec
 from headstart.tools.graft.describe import FP8_CONFIG, fp8_blocks
 from headstart.tools.inspect import run as inspect
-from headstart.tools.inspect.forced import Saved, builtin_texts, run_trunk
+from headstart.tools.inspect.forced import SavedStates, builtin_texts, run_trunk
 from headstart.tools.inspect.forced_head import ForcedHead
 
 pytest.importorskip("headstart.kernels.native._native", exc_type=ImportError)
@@ -168,9 +168,9 @@ def test_a_damaged_file_is_one_line_and_finished_layers_stay(too_large: None, mo
 def test_saved_states_of_another_file_are_not_used(too_large: None) -> None:
     model = load_model(str(written("llama")), CONFIG, streamed=True)
     texts = builtin_texts(model)
-    saved = Saved.of(model, texts)
+    saved = SavedStates.of(model, texts)
     saved.write(2, {"embedded": np.ones((1, 2), np.float32)})
-    assert saved.read()[0] == 2 and Saved.of(model, texts[1:]).path != saved.path
+    assert saved.read()[0] == 2 and SavedStates.of(model, texts[1:]).path != saved.path
     write_atomic(saved.path, b"not an archive")
     assert saved.read() == (0, {})
 
