@@ -173,7 +173,7 @@ def spoil_index(folder: Path) -> None:
 
 
 SPOILT: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "cut off": (lambda folder: os.truncate(folder / "model-0.safetensors", 9000), "model-0.safetensors: tensor"),
+    "cut off": (lambda folder: os.truncate(folder / "model-0.safetensors", 9000), "9000 bytes, but its tensors need"),
     "overlapping": (spoil_overlap, "overlap"),
     "a missing shard": (lambda folder: (folder / "model-1.safetensors").unlink(), "names the shard model-1"),
     "an index of absent tensors": (spoil_index, "model.phantom.weight is in model-0.safetensors, but it is not"),
