@@ -62,7 +62,7 @@ def run(
     from headstart.api import LLM
 
     config = options.with_adapted(model, engine.config)
-    with progress("loading", quiet=output.as_json) as report_progress:
+    with progress("loading") as report_progress:
         llm = LLM(model, config, report_progress)
     params = sampling.params(engine.config.seed, llm.recommended)
     if params.n == 1 and not output.as_json:

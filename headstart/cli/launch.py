@@ -99,7 +99,7 @@ def start(options: "LaunchOptions", *, stay: bool, as_json: bool) -> int:
     from headstart.tools.launch import run as launch
 
     with launch.started(options) as engine:
-        with progress("starting", quiet=as_json) as report_progress:
+        with progress("starting") as report_progress:
             report = engine.check(report_progress)
         code = finish(report, as_json)
         sys.stdout.flush()

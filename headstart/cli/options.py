@@ -39,7 +39,7 @@ class OutputOptions(OptionGroup):
         self, what: str, work: "Callable[[Progress], Report]", table: Callable[[dict[str, Any]], None] | None = None
     ) -> int:
         """Run `work` under a progress bar named `what` and show its report, below a table; returns the exit code."""
-        with progress(what, quiet=self.as_json) as report_progress:
+        with progress(what) as report_progress:
             report = work(report_progress)
         return finish(report, self.as_json, table)
 

@@ -8,6 +8,7 @@ import math
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from io import TextIOWrapper
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from headstart.core import Progress, Report
 
 SLOW_SECONDS = 2.0  # work shorter than this shows no progress bar
+LOG_SECONDS = 10.0  # between two lines of progress where stderr is no terminal
 PIPE_WIDTH = 200  # columns of a table in a pipe
 
 
@@ -146,15 +148,29 @@ class _ProgressBar:
                 self._bar.stop()
 
 
-@contextmanager
-def progress(what: str, *, quiet: bool = False) -> Iterator[Progress]:
-    """A callback that draws a bar on stderr once the work has taken SLOW_SECONDS; silent if stderr is no terminal."""
-    if quiet or not sys.stderr.isatty():
-        from headstart.core import no_progress
+class _ProgressLines:
+    """A line on stderr every LOG_SECONDS, for logs and pipes."""
 
-        yield no_progress
-        return
-    bar = _ProgressBar(what)
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._due = time.monotonic() + LOG_SECONDS
+
+    def report(self, done: int, total: int | None, text: str) -> None:
+        if (now := time.monotonic()) < self._due:
+            return
+        self._due = now + LOG_SECONDS
+        with suppress(OSError):  # stderr is closed
+            print_note(f"{text or self._what}: {done}" + (f" of {total}" if total else ""))
+
+    def stop(self) -> None:
+        """Lines need no end."""
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Progress]:
+    """A callback that draws a bar on stderr once the work has taken SLOW_SECONDS, or prints lines if stderr is no
+    terminal."""
+    bar = _ProgressBar(what) if sys.stderr.isatty() else _ProgressLines(what)
     try:
         yield bar.report
     finally:

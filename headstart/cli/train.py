@@ -119,14 +119,14 @@ def train(flags: TrainFlags, output: OutputOptions) -> int:
     writes = not options.data and not options.prompts
     check(replace(options, data=(options.own_text,)) if writes else options)  # before torch is imported
     if writes:
-        options = _with_own_text(options, quiet=output.as_json)
+        options = _with_own_text(options)
 
     from headstart.train.run import run
 
     return finish(run(options), output.as_json)
 
 
-def _with_own_text(options: "TrainOptions", *, quiet: bool) -> "TrainOptions":
+def _with_own_text(options: "TrainOptions") -> "TrainOptions":
     """Let the model write the training text of its head; another run adds to it."""
     from headstart.config import EngineConfig, one_adapter
     from headstart.train import self_distillation
@@ -141,7 +141,7 @@ def _with_own_text(options: "TrainOptions", *, quiet: bool) -> "TrainOptions":
         tokens=options.tokens and max(options.tokens, 2 * options.min_text_tokens),  # some answers are of no use
         seed=options.seed,
     )
-    with progress("the model's own text", quiet=quiet) as report_progress:
+    with progress("the model's own text") as report_progress:
         report = self_distillation.run(data_options, report_progress)
     if not report.ok:
         what = f"the model has written no training text; {report.lines[-1]}"

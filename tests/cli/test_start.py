@@ -73,3 +73,14 @@ def test_a_bar_appears_although_the_work_reports_nothing(
     with render.progress("short") as report:
         report(1, 1, "")
     assert "short" not in capsys.readouterr().err
+
+
+def test_a_log_gets_lines_of_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with render.progress("loading") as report:
+        report(0, 2, "weights")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(render, "LOG_SECONDS", 0)
+    with render.progress("loading") as report:
+        report(1, 2, "weights")
+        report(3, None, "")
+    assert capsys.readouterr().err == "weights: 1 of 2\nloading: 3\n"

@@ -82,4 +82,4 @@ def test_too_little_text_is_refused_with_what_to_bring(tmp_path: Path, monkeypat
     written = Report(True, {"answer_tokens": 616}, [])
     monkeypatch.setattr("headstart.train.self_distillation.run", lambda *_: written)
     with pytest.raises(UsageError, match="has 616 tokens"):
-        _with_own_text(replace(options, data=()), quiet=True)
+        _with_own_text(replace(options, data=()))
