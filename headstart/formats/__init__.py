@@ -45,6 +45,8 @@ def no_checkpoint(path: Path) -> ModelError:
     """The error for an existing path that no format detects."""
     if (path / "adapter_config.json").exists():
         return ModelError(f"{path} is a LoRA adapter, not a whole model", f"give its model, with --lora NAME={path}")
+    if path.name.endswith((".safetensors", ".json")) and is_checkpoint(path.parent):
+        return ModelError(f"{path} is one file of a checkpoint", f"give its directory: {path.parent}")
     return ModelError(_why_unknown(path), HINT)
 
 
@@ -60,7 +62,8 @@ def _why_unknown(path: Path) -> str:
     if files := sorted(path.glob("*.gguf")):
         return f"{path} is a directory with GGUF files; name one of them, such as {files[0].name}"
     if not (path / "config.json").exists():
-        return f"{path} is not a checkpoint: it has no config.json"
+        has_weights = any(path.glob("*.safetensors"))
+        return f"{path} {'has weights, but' if has_weights else 'is not a checkpoint: it has'} no config.json"
     if files := [*path.glob("*.bin"), *path.glob("*.pt"), *path.glob("*.pth")]:
         return f"{path} holds {files[0].name}, a pickle, opened for heads only (--head); convert it to safetensors"
     return f"{path} has a config.json, but no *.safetensors file"

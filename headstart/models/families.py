@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from headstart import registry
-from headstart.errors import ModelError
+from headstart.errors import ModelError, did_you_mean
 from headstart.formats.sizes import text_config
 from headstart.layers.build import DecoderConfig
 from headstart.models.base import Family
@@ -33,8 +33,8 @@ def family_named(model_type: str) -> Family:
         raise ModelError(f"{model_type} is no model by itself: it reads the keys of the one that it drafts for", hint)
     if (described := _described(model_type)) is not None:
         raise ModelError(f"{model_type} models need {described[1].unsupported}, which is not supported", ELSEWHERE)
-    unknown: Family = registry.find("models", model_type).FAMILY  # raises
-    return unknown
+    near = did_you_mean(model_type.replace("-", "_"), registry.available("models"))
+    raise ModelError(f"unknown model family {model_type!r}", f"{near} docs/support.md lists all; {ELSEWHERE}".lstrip())
 
 
 def is_known(model_type: str) -> bool:

@@ -83,7 +83,7 @@ CASES = {
     "a family with hashed n-grams": Bad("deepseek_v4", "memories of normalized", {"model_type": "deepseek_v41"}),
     "a family with fused projections": Bad("qwen3", "mimo_v2 models need projections fused", {"model_type": "mimo_v2"}),
     "no family": Bad("qwen3", "names no model_type", {"model_type": None}),
-    "a family nobody knows": Bad("qwen3", "unknown model family 'qwen33'", {"model_type": "qwen33"}),
+    "a family nobody knows": Bad("qwen3", "did you mean qwen3", {"model_type": "qwen33"}),
     "AWQ": Bad(
         "qwen3", "has no scales", {"quantization_config": {"quant_method": "awq"}},
         renamed("q_proj.weight", "q_proj.qweight")),

@@ -183,6 +183,9 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     refused(r"no \*.safetensors")
     directory(tmp_path)
+    refused("is one file of a checkpoint", tmp_path / "model.safetensors")
+    (tmp_path / "config.json").rename(tmp_path / "other")
+    refused(r"has weights, but no config\.json")
     (tmp_path / "config.json").write_text("not json")
     refused("not valid JSON")
 
