@@ -44,7 +44,7 @@ KINDS: dict[KindName, Kind] = {
     "formats": Kind("headstart.formats", "FORMAT", "checkpoint format", ModelError),
     "quantizations": Kind("headstart.formats.quantized", "QUANTIZATION", "quantization", ModelError),
     "backends": Kind("headstart.kernels.backends", "BACKEND", "backend", UsageError),
-    "launchers": Kind("headstart.tools.launch.launchers", "LAUNCHER", "launcher", UsageError),
+    "launchers": Kind("headstart.tools.launch.launchers", "LAUNCHER", "engine", UsageError),
     "exports": Kind("headstart.tools.export.targets", "EXPORT", "layout", UsageError),
     "heads": Kind("headstart.heads", "HEAD", "kind of head", UsageError),
     "tool_formats": Kind("headstart.text.parsers", "PARSER", "tool format", UsageError),

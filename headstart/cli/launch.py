@@ -84,7 +84,8 @@ def run(flags: LaunchFlags, server: ServerFlags, place: PlaceFlags, output: Outp
             raise UsageError("--translate takes no ENGINE: the command line says which", "leave ENGINE and MODEL out")
         return finish(launch.translate(flags.translate, flags.engine_version, flags.program), output.as_json)
     if flags.engine is None or flags.model is None:
-        raise UsageError("which engine and which model?", "for example: headstart launch vllm ./my-model --dry-run")
+        missing = "ENGINE and MODEL are" if flags.engine is None else "MODEL is"
+        raise UsageError(f"{missing} missing", "for example: headstart launch vllm ./my-model --dry-run")
     fields = {name: getattr(flags, name) for name in ("engine", "model", "engine_version", "program", "emit")}
     fields |= {**vars(place), **{name: value for name, value in vars(server).items() if name not in SETTINGS}}
     settings = {name: getattr(server, name) for name in SETTINGS if getattr(server, name) is not None}

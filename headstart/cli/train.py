@@ -114,10 +114,13 @@ def train(flags: TrainFlags, output: OutputOptions) -> int:
 
     from headstart import hub
     from headstart.train.options import TrainOptions, check
+    from headstart.train.records import check_files
 
     options = TrainOptions(**{"model": hub.DEFAULT_MODEL} | flags.chosen())
     writes = not options.data and not options.prompts
     check(replace(options, data=(options.own_text,)) if writes else options)  # before torch is imported
+    if options.data:
+        check_files(options.data)
     if writes:
         options = _with_own_text(options)
 

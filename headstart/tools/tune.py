@@ -182,11 +182,11 @@ class TuningRun:
 
     def undecided(self) -> list[str]:
         best = self._best()
-        seen = f"{best[0].name} has {best[1]}, pairs: {best[1].pairs}" if best else "nothing was measured"
+        seen = f"{best[0].name} has {best[1]} of plain decoding in {best[1].pairs} pairs" if best else "nothing ran"
         more = "on a quieter machine" if best and best[1].pairs >= MIN_PAIRS else "with more --minutes"
         return [
-            f"nothing decided: {seen}; a verdict needs {MIN_PAIRS}, and an interval on one side of 1",
-            f"nothing is kept, depth auto goes on deciding step by step; tune again {more}",
+            f"no decision: {seen}; a decision needs {MIN_PAIRS} pairs and a 95 % interval without 1",
+            f"no setting is stored, and depth auto keeps choosing at each step; tune again {more}",
         ]
 
     def rows(self) -> list[dict[str, Any]]:

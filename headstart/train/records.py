@@ -124,17 +124,20 @@ def find_files(paths: Iterable[Path]) -> list[Path]:
     return files
 
 
+def check_files(paths: Iterable[Path]) -> list[Path]:
+    """The files of the paths. Raises UsageError for none, and for a file without a usable record."""
+    files = find_files(paths)
+    for path in files:
+        if next(read_file(path, SkippedRecords()), None) is None:
+            raise UsageError(f"{path} holds no training records", _HINT)
+    if not files:
+        raise UsageError("there is no training data", "give --data files or folders, or --prompts")
+    return files
+
+
 def read_records(paths: Iterable[Path], skipped: SkippedRecords) -> list[TrainingRecord]:
     """All usable records. Raises UsageError for a file without any."""
-    records: list[TrainingRecord] = []
-    for path in find_files(paths):
-        before = len(records)
-        records += read_file(path, skipped)
-        if len(records) == before:
-            raise UsageError(f"{path} holds no training records", _HINT)
-    if not records:
-        raise UsageError("there is no training data", "give --data files or folders, or --prompts")
-    return records
+    return [record for path in check_files(paths) for record in read_file(path, skipped)]
 
 
 _HINT = 'each line is {"messages": [...]}, {"prompt": ..., "response": ...} or {"text": ...}'

@@ -79,7 +79,7 @@ def test_a_gain_that_may_be_a_loss_decides_nothing() -> None:
     noisy = (0.9, 1.05, 0.92, 1.03, 1.0, 0.94)
     for speed in (1.02, 0.97):
         found = tuning({("mixed", AUTO): speed}, noisy)
-        assert found.setting() is None and found.undecided()[0].startswith("nothing decided: mixed auto has ")
+        assert found.setting() is None and found.undecided()[0].startswith("no decision: mixed auto has ")
         assert "quieter machine" in found.undecided()[1]
     assert tuning({("mixed", AUTO): 1.02}).setting().pays
 
@@ -124,7 +124,7 @@ def test_the_time_limit_is_kept(seconds: float, model: str, monkeypatch: pytest.
     assert tried > 9 if seconds < 1 else tried > 5 if seconds == 1 else tried < 5
     if seconds >= 10:
         assert tried == 2 and report.data["choice"] is None
-        assert report.lines[0].startswith("nothing decided") and load_setting(model, CONFIG) is None
+        assert report.lines[0].startswith("no decision") and load_setting(model, CONFIG) is None
 
 
 def test_a_setting_is_kept_and_found(model: str) -> None:

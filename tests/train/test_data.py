@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -210,6 +211,16 @@ def test_wrong_options_of_train_leave_nothing(wrong: str, tmp_path: Path, capsys
     arguments = [_tiny(tmp_path, template=True), "--data", str(data), "--out", str(tmp_path / "head"), "--tokens", "99"]
     assert main(["train", *arguments, *wrong.split()]) == 2 and not (tmp_path / "head.training").exists()
     assert "headstart: error: " in capsys.readouterr().err
+
+
+def test_data_without_records_is_refused_before_torch_is_imported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "headstart.train.run", None)  # importing it fails
+    (tmp_path / "data").mkdir()
+    words = ["train", _tiny(tmp_path, template=True), "--out", str(tmp_path / "head"), "--tokens", "99", "--data"]
+    assert main([*words, str(tmp_path / "data")]) == 2
+    assert "there is no training data" in capsys.readouterr().err
 
 
 def test_training_without_torch_says_what_is_missing(

@@ -70,8 +70,18 @@ def launcher_of(engine: str) -> EngineLauncher:
     """Returns the launcher of an engine, or of a plug-in's. Raises UsageError for an engine without a launcher."""
     if hint := other_engine_hint(engine):
         raise UsageError(f"{engine} has no launcher here", hint)
-    launcher: EngineLauncher = registry.find("launchers", engine.lower().replace("-", "_")).LAUNCHER
+    name = engine.lower().replace("-", "_")
+    if not registry.is_available("launchers", name):  # a title, such as llama.cpp or TensorRT-LLM
+        known: dict[str, EngineLauncher] = {
+            each: registry.find("launchers", each).LAUNCHER for each in registry.available("launchers")
+        }
+        name = next((each for each, own in known.items() if _letters(own.title) == _letters(engine)), name)
+    launcher: EngineLauncher = registry.find("launchers", name).LAUNCHER
     return launcher
+
+
+def _letters(name: str) -> str:
+    return "".join(filter(str.isalnum, name.lower()))
 
 
 def prepare(options: LaunchOptions) -> PreparedLaunch:

@@ -94,7 +94,7 @@ def started(options: LaunchOptions) -> Iterator[RunningLaunch]:
     prepared = prepare(options)
     steps = prepared.plan.serve
     if prepared.installed is None:
-        hint = "--program PATH says where it is; --dry-run needs none"
+        hint = "install it, or name its path with --program; --dry-run prints the command without it"
         raise UsageError(f"{prepared.launcher.program} is not installed here", hint)
     if prepared.plan.before or any(step.node or step.port is None for step in steps):
         raise UsageError("this takes more than one machine, or steps before", "--dry-run prints them all")

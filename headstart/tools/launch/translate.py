@@ -227,4 +227,4 @@ def _unknown_text(text: str) -> UsageError:
     known = ", ".join(registry.available("launchers"))
     if re.search(r"""[\["']--\w|^\s*- """, text):
         known += "; words of a list (YAML, CMD [...]) are read as one shell line"
-    return UsageError(f"--translate: {text.strip()[:60]!r} is the command of no known engine", f"known: {known}")
+    return UsageError(f"--translate: {text.strip()[:60]!r} is not the command of a known engine", f"known: {known}")

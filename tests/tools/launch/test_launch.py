@@ -542,9 +542,14 @@ def test_docker_listens_on_all_addresses(model: str, capsys: Capture) -> None:
     assert line.startswith("docker run --rm") and "--host 0.0.0.0" in line and f"{model}:{model}:ro" in line
 
 
+@pytest.mark.parametrize(("typed", "name"), [("llama.cpp", "llamacpp"), ("TensorRT-LLM", "trtllm"), ("vLLM", "vllm")])
+def test_an_engine_may_be_named_by_its_title(typed: str, name: str) -> None:
+    assert launcher_of(typed).name == name
+
+
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["vllm"], "which engine and which model"),
-    (["vlm", "{model}", "--dry-run"], "unknown launcher 'vlm'"),
+    (["vllm"], "MODEL is missing"),
+    (["vlm", "{model}", "--dry-run"], "unknown engine 'vlm'"),
     (["vllm", "{model}", "--dry-run", "--gpus", "none", "--", "--max-num-seqz", "3"], "no --max-num-seqz"),
     (["vllm", "{model}", "--dry-run", "--gpus", "none", "--nodes", "2"], "there are none"),
     (["vllm", "{model}", "--dry-run", "--gpus", "none", "--", "--port", "9"], "--port is given after --"),
