@@ -241,7 +241,7 @@ def _fetch_builtin(builtin: Builtin, progress: Progress | None) -> Path:
         tried.append(str(error))
     except OSError as error:
         raise UsageError(
-            f"cannot write to {target.parent}: {error}", "set HEADSTART_CACHE to another folder"
+            f"cannot write to {target.parent}: {error.strerror or error}", "set HEADSTART_CACHE to another folder"
         ) from error
     try:
         path = _hub_snapshot(builtin.repo)

@@ -34,6 +34,8 @@ def option_hint(error: ParseError, name: str, command: Command, words: Sequence[
     flag = error.flag.replace("_", "-")
     if flag in own:
         return f"write {flag}"
+    if flag in ("--host", "--port") and "--url" in own:
+        return "write --url http://HOST:PORT"
     if line := _translated(words, name, command):
         return line
     meant = counterparts(flag, command)

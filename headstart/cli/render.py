@@ -160,7 +160,7 @@ class _ProgressLines:
             return
         self._due = now + LOG_SECONDS
         with suppress(OSError):  # stderr is closed
-            print_note(f"{text or self._what}: {done}" + (f" of {total}" if total else ""))
+            print_note(f"{text or self._what} ({done}" + (f" of {total})" if total else ")"))
 
     def stop(self) -> None:
         """Lines need no end."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headstart import registry
+from headstart.errors import ModelError
 from headstart.formats.base import Tensor, strip_wrapper
 from headstart.formats.sizes import Sizes, as_size, lookup
 
@@ -85,6 +86,13 @@ class DrafterFormat:
 
 
 MARK = "headstart_head"  # key of config.json of heads in headstart's own layout (heads/files.py)
+
+
+def no_model(path: Path) -> ModelError:
+    """The error for a head that is given as a model."""
+    return ModelError(f"{path} is a head, not a whole model", f"give its model, with --head {path}")
+
+
 OWN = DrafterFormat(key="headstart", title="headstart", method="headstart", requires=MARK, aux="input")
 
 

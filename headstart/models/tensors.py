@@ -16,6 +16,7 @@ from headstart.formats.base import Checkpoint
 from headstart.formats.gguf_names import FOUND
 from headstart.formats.quantization import ACTIVATIONS, readable
 from headstart.formats.rows import unpermute_rows
+from headstart.heads.published import MARK, no_model
 from headstart.kernels.ops import Backend, RawTensor
 from headstart.kernels.streamed import StreamedBackend, lazy
 from headstart.layers.attention import AttentionConfig
@@ -208,8 +209,10 @@ def _same(one: RawTensor, other: RawTensor) -> bool:
 def find_family(checkpoint: Checkpoint) -> Family:
     """The family of a checkpoint by its model_type. Raises ModelError for a missing or unknown model_type."""
     model_type = checkpoint.config.get("model_type")
+    if MARK in checkpoint.config:
+        raise no_model(checkpoint.path)
     if not isinstance(model_type, str):
-        raise ModelError(f"{checkpoint.path}: config.json names no model_type")
+        raise ModelError(f"{checkpoint.path}: config.json names no model_type", "download the model again")
     return family_named(model_type)
 
 

@@ -54,7 +54,8 @@ def listening(host: str, port: int) -> Iterator[list[socket.socket]]:
             except OSError as error:
                 if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT) and len(found) > 1:
                     continue  # a host name may have an IPv6 address on a machine without IPv6
-                hint = "is the port taken? --port 0 takes a free one"
+                is_foreign = error.errno == errno.EADDRNOTAVAIL  # no address of this machine
+                hint = "is --host right?" if is_foreign else "is the port taken? --port 0 takes a free one"
                 raise UsageError(f"cannot listen on {host}:{port}: {error.strerror}", hint) from error
             port = sockets[0].getsockname()[1]
         if not sockets:

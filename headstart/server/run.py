@@ -92,7 +92,7 @@ def _log_models(models: ModelManager) -> None:
         if info["model"] == DEFAULT_MODEL:
             log.info(DEMO_NOTE)
         if info["draft_vocab"] is not None:
-            log.info("the head computes %(draft_vocab)d logits in full for each drafted token", info)
+            log.info("the head computes %(draft_vocab)d logits for each drafted token (--draft-vocab)", info)
         if rates := info.get("synthetic_acceptance"):
             log.warning(synthetic_note(rates))
     for recorder in [served.metrics.recorder for served in models.loaded]:

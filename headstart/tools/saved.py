@@ -123,29 +123,28 @@ def find_adapted_head(model: str | None, config: EngineConfig) -> tuple[Path, Ad
     named a head, or `config` does not draft with a head. Skips damaged or outdated heads.
 
     An engine has one drafter for all requests. With one LoRA adapter, a head that was adapted to it comes first; with
-    several, the model's is used."""
+    several, the model's is used. Raises UsageError for a model that is unknown or cannot be downloaded."""
     kinds = registry.available("heads")
     if config.head is not None or config.depth == 0 or config.drafter not in ("auto", "mixed", *kinds):
         return None
     if not _adapted().is_dir():  # most often, and the digest of an adapter reads all of its files
         return None
-    with contextlib.suppress(UsageError):
-        roots = [folder_of(model, each) for each in dict.fromkeys((adapter_of(config), ""))]
-        if not any(root.is_dir() for root in roots):
-            return None
-        shipped = shipped_heads_at(hub.resolve(model))
-        wanted = [config.drafter] if config.drafter in kinds else list(shipped)[:1] or kinds
-        for folder in (root / kind for root in roots for kind in wanted):
-            kind = folder.name
-            try:
-                adapted = _read(AdaptedHead, folder / FACTS)
-                if not adapted.base or (kind in shipped and digest_of(shipped[kind]) == adapted.base):
-                    read_head(folder)
-                    return folder, adapted
-            except ModelError as error:
-                log.warning("the adapted head is not used: %s; headstart adapt --forget removes it", error.message)
-            except (OSError, ValueError):
-                continue
+    roots = [folder_of(model, each) for each in dict.fromkeys((adapter_of(config), ""))]
+    if not any(root.is_dir() for root in roots):
+        return None
+    shipped = shipped_heads_at(hub.resolve(model))
+    wanted = [config.drafter] if config.drafter in kinds else list(shipped)[:1] or kinds
+    for folder in (root / kind for root in roots for kind in wanted):
+        kind = folder.name
+        try:
+            adapted = _read(AdaptedHead, folder / FACTS)
+            if not adapted.base or (kind in shipped and digest_of(shipped[kind]) == adapted.base):
+                read_head(folder)
+                return folder, adapted
+        except ModelError as error:
+            log.warning("the adapted head is not used: %s; headstart adapt --forget removes it", error.message)
+        except (OSError, ValueError):
+            continue
     return None
 
 

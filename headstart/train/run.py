@@ -198,6 +198,8 @@ class _TrainingRun:
                 hint = "train with --restart, or another --out"
                 raise ModelError(f"{self.checkpoint} does not fit this model: {error}", hint) from error
             print_line(f"going on from step {trainer.progress.step}, {trainer.progress.tokens:,} tokens seen")
+            if trainer.share_done >= 1:
+                print_line("earlier runs reached the limit: nothing is trained without more --minutes or --tokens")
         return trainer
 
     def _on_evaluation(self, trainer: Trainer, results: dict[str, Acceptance]) -> bool:

@@ -18,6 +18,7 @@ from tiny_models import write_tiny
 
 from headstart import hub
 from headstart.cli.main import main
+from headstart.errors import UsageError
 
 Capture = pytest.CaptureFixture[str]
 COMMIT = "0" * 40
@@ -232,3 +233,19 @@ def test_weights_of_a_family_that_does_not_run_are_not_downloaded(hub_here: Hub,
     assert "deepseek_v41 models need" in done.stderr
     assert "headstart launch vllm MODEL" in done.stderr
     assert {name for name, _ in hub_here.asked} == {"config.json"}
+
+
+def test_a_model_is_looked_for_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path))
+    (tmp_path / "adapted").mkdir()  # heads of adapt are looked for, too
+    tried = []
+
+    def fail(*given: object) -> Path:
+        tried.append(given)
+        raise UsageError("no network")
+
+    monkeypatch.setattr(hub, "resolve", fail)
+    assert main(["generate", "--prompt", "a"]) == 2
+    assert "no network" in capsys.readouterr().err and len(tried) == 1

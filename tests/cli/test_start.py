@@ -83,4 +83,4 @@ def test_a_log_gets_lines_of_progress(monkeypatch: pytest.MonkeyPatch, capsys: p
     with render.progress("loading") as report:
         report(1, 2, "weights")
         report(3, None, "")
-    assert capsys.readouterr().err == "weights: 1 of 2\nloading: 3\n"
+    assert capsys.readouterr().err == "weights (1 of 2)\nloading (3)\n"

@@ -252,7 +252,7 @@ def test_folders_come_along_without_weights(base: Path, tuned: Path, tmp_path: P
     assert {"assets/icons/a.svg", "original/params.json"} <= there and not any(".pth" in name for name in there)
     assert ".cache/x.json" not in there
     notes = "\n".join(report.data["notes"])
-    assert "original/consolidated.00.pth" in notes and "2 weight files share their bytes" in notes
+    assert "original/consolidated.00.pth" in notes and "/tuned: 2; replace such a file" in notes
     (out / "assets" / "mine").write_text("x")
     with pytest.raises(UsageError, match="holds assets/mine"):
         run(GraftOptions(model=str(tuned), base=str(base), out=out, no_measure=True, force=True))

@@ -161,8 +161,8 @@ def _take_trunk(plan: Plan, target: Checkpoint, head: set[str]) -> None:
     if other := [*other_weights(target.path), *left_out]:
         plan.notes.append(f"weights in other formats were left out: {', '.join(other)}")
     if plan.links:
-        shared = f"{len(plan.links)} weight files share their bytes with {target.name} where the file system can"
-        plan.notes.append(f"{shared}: replace such a file, do not edit it in place, or both change")
+        shared = f"weight files that may share their bytes with {target.name}: {len(plan.links)}"
+        plan.notes.append(f"{shared}; replace such a file instead of editing it, or both models change")
 
 
 def _make_room(plan: Plan) -> str:
