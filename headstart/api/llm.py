@@ -100,8 +100,13 @@ def _one_each(values: Any, prompts: Seq[Any], what: str) -> list[Any]:
     return list(values)
 
 
-def _check_arguments(prompt: Prompt, params: Any, depth: Any, vocab_size: int) -> None:
-    """Raises UsageError for arguments of `LLM.request` of wrong types, and for unknown token ids."""
+def _check_arguments(prompt: Prompt, params: Any, depth: Any, vocab_size: int, others: Iterable[str]) -> None:
+    """Raises UsageError for arguments of `LLM.request` of wrong types, unknown token ids, and `others`: names of
+    arguments that do not exist."""
+    for name in others:
+        belongs = name in parameters()
+        hint = f"give SamplingParams({name}=...)" if belongs else did_you_mean(name, RequestOptions.__annotations__)
+        raise UsageError(f"there is no argument {name!r}", hint)
     if not isinstance(params, SamplingParams):
         raise UsageError(f"params is {type(params).__name__}", "give SamplingParams(max_tokens=...), or nothing")
     if depth is not None and (not isinstance(depth, int) or isinstance(depth, bool)):
@@ -306,6 +311,10 @@ class LLM:
         if len(messages) < len(parts):
             hint = "give a text, a list of ids, or a list of messages, which is what chat(messages) takes"
             raise UsageError("a prompt is neither token ids nor messages", hint)
+        for each in messages:
+            needed = ("role",) if "tool_calls" in each else ("role", "content")
+            if lacking := next((name for name in needed if name not in each), None):
+                raise UsageError(f"a message has no {lacking}", 'give {"role": "user", "content": "Hi"}')
         if self.chat_template is None:
             raise UsageError(f"{self.model.name} has no chat template", "give a text, which it continues")
         shown, sources = split_images(messages)
@@ -330,13 +339,14 @@ class LLM:
         constraint: Constraint | None = None,
         lora: str | None = None,
         images: Seq[Any] = (),
+        **others: Any,
     ) -> Request:
         """The engine request for a prompt. Draws a seed if none is set. With a constraint, the grammar decides where
         the text may end: ignore_eos has no effect, and min_tokens yields to it. lora: name of a loaded adapter; "": the
         model as it is; None: the first adapter of the config. Raises UsageError for wrong values."""
         self._check_open()
         size, spec = self.model.config.vocab_size, as_grammar(constraint)
-        _check_arguments(prompt, params, depth, size)
+        _check_arguments(prompt, params, depth, size, others)
         seed = next((s for s in (params.seed, self.config.seed) if s is not None), None)
         allowed, stop_ids = params.allowed_token_ids, self._stop_ids(params, is_constrained=spec is not None)
         if lora is None:

@@ -121,6 +121,8 @@ def run(
         return _serve_with_other_engine(other.engine_name, other.dry_run, named, serving, engine, vllm)
     config = vllm.apply(engine.config)
     has_several = named.has_several(settings)
+    if named.memory is not None and not has_several:
+        raise UsageError("--memory is for several models, but this server has one", "leave it out, or set --kv-blocks")
     if replicas.replicas is not None and replica_id is None:
         if has_several:
             raise UsageError("--replicas serve one model", "leave out the others, or --replicas")

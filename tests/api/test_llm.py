@@ -478,6 +478,13 @@ def test_bad_arguments() -> None:
     for call in (each.generate, each.stream):
         with pytest.raises(UsageError, match=r"params is dict.*SamplingParams\(max_tokens"):
             next(iter(call("a", {"max_tokens": 3})))  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match=r"no argument 'max_tokens' .hint: give SamplingParams"):
+            next(iter(call("a", max_tokens=3)))  # type: ignore[call-arg]
+        with pytest.raises(UsageError, match=r"no argument 'dept' .hint: did you mean depth"):
+            next(iter(call("a", dept=3)))  # type: ignore[call-arg]
+    for message, lacking in (({"content": "a"}, "role"), ({"role": "user"}, "content")):
+        with pytest.raises(UsageError, match=f"a message has no {lacking}"):
+            each.chat([message])
     for copied in (pickle.dumps, copy.copy):
         with pytest.raises(UsageError, match="an LLM cannot be copied, pickled"):
             copied(each)

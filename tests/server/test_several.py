@@ -202,6 +202,7 @@ def test_a_model_that_does_not_fit(folder: Path) -> None:
 
 WRONG = {
     "a b --served-model-name c": "--served-model-name is for one model",
+    "a --memory 8": "--memory is for several models",
     "a b --head c": "--head is for one model", "a a": "two models are called a",
     "--models none": "--models: none is no folder", "--models .": "--models: there is no model in .",
     "a b --keep-alive soon": "--keep-alive is 'soon', which is no time",
