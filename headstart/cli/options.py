@@ -99,7 +99,7 @@ class SamplingOptions(OptionGroup):
         kind, is_list, more = SAMPLING_KINDS[row.kind]
         doc, default = row.help, None if is_list else row.default
         if row.in_generation_config:
-            doc, default = f"{doc} Default: what the model recommends, else {row.default:g}.", None
+            doc, default = f"{doc} Default: the model's, else {row.default:g}.", None
         elif is_list:
             doc = f"{doc} May be repeated."
         more = {"kind": kind, "is_list": is_list, "panel": cls.panel, **more}
