@@ -60,7 +60,12 @@ class Memory:
 
     total: int  # of the machine
     available: int  # to this process, without swapping
-    limit: int | None  # of the cgroup or of the process (ulimit); None: no limit
+    limit: int | None  # of the cgroup or of the process (ulimit), below `total`; None: no limit
+
+    @property
+    def allowed(self) -> int:
+        """Bytes that this process may have; 0 if unknown."""
+        return self.limit or self.total
 
 
 def cpu(root: Path = ROOT) -> Cpu:

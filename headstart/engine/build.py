@@ -249,10 +249,7 @@ def pool_bytes(engine: Engine) -> int:
 
 def _total_memory(device: str) -> int | None:
     """Bytes of memory, free or not; None if unknown."""
-    if device != "cpu":
-        return None
-    memory = machine.memory()
-    return memory.limit or memory.total or None
+    return (machine.memory().allowed or None) if device == "cpu" else None
 
 
 def _state_cache(model: Model, config: EngineConfig, budget: int, *, drafts: bool) -> StateCacheManager | None:

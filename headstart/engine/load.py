@@ -14,7 +14,7 @@ from headstart.engine.matching import Matching, match
 from headstart.errors import CapacityError, ModelError, UsageError
 from headstart.files import user_path
 from headstart.formats import open_checkpoint
-from headstart.formats.base import WIDENED, Checkpoint, in_int4, widened
+from headstart.formats.base import Checkpoint, in_int4, widened
 from headstart.formats.json_object import read_object
 from headstart.formats.quantization import declared_name
 from headstart.heads.base import Head, HeadSpec, limit_window
@@ -48,8 +48,7 @@ from headstart.text.tokenizer import Tokenizer
 log = logging.getLogger("headstart.engine")
 NATIVE_HEAD = "the checkpoint"  # Head.source of a head inside the trunk's own files
 DRAFT_MODEL = "draft_model"
-MEMORY_FACTOR, MEMORY_EXTRA = 1.05, 1 << 28
-"""Memory of a loaded model: MEMORY_FACTOR times the bytes of its weights, plus MEMORY_EXTRA bytes."""
+MEMORY_FACTOR, MEMORY_EXTRA = 1.05, 1 << 28  # factor of the bytes of the weights, bytes added: see memory_needed
 NEED_HEAD = ("mtp", "block", "mixed")  # values of --drafter that ask for the model's own head
 
 
@@ -178,9 +177,7 @@ def _of_checkpoint(trunk: Model, checkpoint: Checkpoint, drafter: str) -> Head:
 
 def _check_smaller(trunk: Model, checkpoint: Checkpoint) -> None:
     """Raises ModelError for a draft model as large as the trunk: probably the user expects a head inside it."""
-    size, trunk_size = (
-        sum(tensor.nbytes for tensor in each.tensors.values()) for each in (checkpoint, trunk.checkpoint)
-    )
+    size, trunk_size = checkpoint.loaded_bytes, trunk.checkpoint.loaded_bytes
     if size >= trunk_size:
         raise ModelError(
             f"{checkpoint.path} is a model without an MTP head of its own, and not smaller than {trunk.name}: "
@@ -335,19 +332,15 @@ def check_format(checkpoint: Checkpoint, config: EngineConfig) -> None:
         )
 
 
-def fits_memory(checkpoint: Checkpoint) -> bool:
-    """Whether the weights, with room for caches and activations, fit into the free memory of this process."""
-    _, wide = widened(checkpoint.tensors.values())
-    size = wide + sum(tensor.nbytes for tensor in checkpoint.tensors.values() if tensor.dtype not in WIDENED)
-    return MEMORY_FACTOR * size + MEMORY_EXTRA < machine.memory().available
+def memory_needed(checkpoint: Checkpoint) -> int:
+    """Bytes of memory in which the whole model runs: its weights, with room for caches and activations."""
+    return int(MEMORY_FACTOR * checkpoint.loaded_bytes) + MEMORY_EXTRA
 
 
 def check_memory(checkpoint: Checkpoint) -> None:
     """Raises CapacityError if the weights exceed this machine's memory after those without a kernel for their type are
     converted to float32."""
-    types, size = widened(checkpoint.tensors.values())
-    memory = machine.memory()
-    max_bytes = min(memory.total, memory.limit or memory.total)
+    (types, size), max_bytes = widened(checkpoint.tensors.values()), machine.memory().allowed
     if 0 < max_bytes < size:
         small = in_int4(size) / 1e9
         raise CapacityError(

@@ -360,6 +360,12 @@ class Checkpoint:
         object.__setattr__(self, "name", self.name or str(self.path))
 
     @property
+    def loaded_bytes(self) -> int:
+        """Bytes of the weights in memory: types without a kernel as float32, others as stored."""
+        _, wide = widened(self.tensors.values())
+        return wide + sum(each.nbytes for each in self.tensors.values() if each.dtype not in WIDENED)
+
+    @property
     def title(self) -> str:
         """The last part of the name: a cached repo's folder is called by its commit."""
         return Path(self.name).name or self.path.resolve().name

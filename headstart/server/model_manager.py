@@ -409,12 +409,12 @@ class ModelManager:
         config = spec.prepare(spec.path, spec.config)
         neighbour = next((each.llm.model.backend for each in self.loaded), None)
         model = load_model(spec.path, config, neighbour=neighbour)
-        left = max(self.memory - used_bytes - _num_bytes(model.checkpoint), 0)
+        left = max(self.memory - used_bytes - model.checkpoint.loaded_bytes, 0)
         return LLM(model, config, cache_bytes=left // CACHE_DIVISOR)
 
     def _note_loaded(self, slot: ModelSlot, llm: LLM) -> None:
         slot.checkpoint, slot.num_loads = llm.model.checkpoint, slot.num_loads + 1
-        slot.size_bytes = _num_bytes(llm.model.checkpoint) + pool_bytes(llm.engine)
+        slot.size_bytes = llm.model.checkpoint.loaded_bytes + pool_bytes(llm.engine)
 
     def _used_bytes(self) -> int:
         return sum(slot.size_bytes for slot in self.slots if slot.served is not None)
@@ -464,14 +464,10 @@ class ModelManager:
                 yield slot
 
 
-def _num_bytes(checkpoint: Checkpoint) -> int:
-    return sum(each.nbytes for each in checkpoint.tensors.values())
-
-
 def _weight_bytes(slot: ModelSlot) -> int:
     """Bytes of the weights by the checkpoint's headers; 0 if these are not on this machine."""
     checkpoint = read_headers(slot)
-    return _num_bytes(checkpoint) if checkpoint else 0
+    return checkpoint.loaded_bytes if checkpoint else 0
 
 
 def _free_memory() -> None:

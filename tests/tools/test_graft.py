@@ -18,13 +18,15 @@ from headstart.api import LLM
 from headstart.cli.main import main
 from headstart.config import EngineConfig
 from headstart.core import SamplingParams
+from headstart.engine.load import MEMORY_EXTRA, memory_needed
 from headstart.errors import ModelError, UsageError
+from headstart.formats import open_checkpoint
 from headstart.formats.base import make_tensor
 from headstart.formats.safetensors import Array, bfloat16
 from headstart.machine import Memory
 from headstart.tools.graft import run as graft
 from headstart.tools.graft.describe import nearest_e4m3
-from headstart.tools.graft.run import BESIDE, GraftOptions, run
+from headstart.tools.graft.run import GraftOptions, run
 
 H, V, F = 8, 12, 16
 CONFIG = {
@@ -260,10 +262,10 @@ def test_folders_come_along_without_weights(base: Path, tuned: Path, tmp_path: P
 
 def test_what_would_not_fit_into_memory_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_tiny("mimo", tmp_path / "m")
-    assert BESIDE < graft.memory_needed(folder) < BESIDE + 10_000_000
-    monkeypatch.setattr(graft.machine, "memory", lambda: Memory(10**9, BESIDE, None))
+    assert MEMORY_EXTRA < memory_needed(open_checkpoint(folder)) < MEMORY_EXTRA + 10_000_000
+    monkeypatch.setattr(graft.machine, "memory", lambda: Memory(10**9, MEMORY_EXTRA, None))
     verdict = graft.measure(folder, lambda done, total, text: None)["verdict"]
-    assert "about 0.4 GB" in verdict and "headstart inspect --deep" in verdict
+    assert "about 0.3 GB" in verdict and "headstart inspect --deep" in verdict
 
 
 NORMS = {name: bfloat16(np.full(H, -0.05, np.float32)) for name in TRUNK if "norm" in name}

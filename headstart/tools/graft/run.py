@@ -1,7 +1,6 @@
 """`headstart graft`: copies the MTP head of one checkpoint into another that lost it, or removes a head."""
 
 import hashlib
-import math
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -224,7 +223,9 @@ def measure(model: Path, progress: Progress) -> dict[str, Any]:
     model_type = str(read_object(model / "config.json").get("model_type"))
     if not is_known(model_type):
         return {"verdict": f"acceptance not measured: {model_type} does not run here; measure it in the engine you use"}
-    needed, free = memory_needed(model), machine.memory().available
+    from headstart.engine.load import memory_needed
+
+    needed, free = memory_needed(open_checkpoint(model)), machine.memory().available
     if needed > free:
         needs = f"the whole model is loaded for it, about {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
         return {"verdict": f"acceptance not measured: {needs}; headstart inspect --deep measures it elsewhere"}
@@ -242,18 +243,6 @@ def measure(model: Path, progress: Progress) -> dict[str, Any]:
     else:
         verdict = f"the graft helps: it saves {saved:.0%} of the passes"
     return {"verdict": f"acceptance length {length:.2f}: {verdict}", "passes_saved": saved, **stats.document("mtp")}
-
-
-BESIDE = 400_000_000  # bytes that a process needs in addition to weights
-
-
-def memory_needed(model: Path) -> int:
-    """Returns roughly the bytes needed to load a checkpoint: quantized weights become bfloat16."""
-    checkpoint = open_checkpoint(model)
-    weights = StoredWeights(checkpoint.tensors, checkpoint.config)
-    plain = [(weights.look(stored), stored.main) for stored in weights.stored.values()]
-    sizes = [2 * math.prod(look.shape or (2 * main.nbytes,)) if kind else main.nbytes for (kind, look), main in plain]
-    return BESIDE + sum(sizes)
 
 
 def _draft(model: str, progress: Progress) -> DraftStats:

@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from headstart import hub
+from headstart import hub, machine
 from headstart.config import MAX_DEPTH, EngineConfig
 from headstart.core import Progress
 from headstart.errors import HeadstartError, ModelError
@@ -44,11 +44,11 @@ DEAD_BELOW = 0.05  # acceptance of first draft tokens below which a head counts 
 def measure(model: str | None, head: str | None, progress: Progress) -> dict[str, Any]:
     """Measures acceptance by depth and position. `ran` is false, with the reason in `why`, if the model or head cannot
     run here. `better`: a setting with which the head drafts better than with its config.json, or None."""
-    from headstart.engine.load import fits_memory, load_model
+    from headstart.engine.load import load_model, memory_needed
 
     try:
         config = EngineConfig(head=head)
-        streamed = not fits_memory(open_checkpoint(hub.resolve(model)))
+        streamed = memory_needed(open_checkpoint(hub.resolve(model))) > machine.memory().available
         loaded = load_model(model, config, streamed=streamed)
         if loaded.head is None:
             return {"ran": False, "why": "the model has no head that headstart can run"}

@@ -117,7 +117,7 @@ def test_streamed_drafts_are_the_engines(name: str) -> None:
 def too_large(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """No model fits into memory."""
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("headstart.engine.load.fits_memory", lambda checkpoint: False)
+    monkeypatch.setattr("headstart.engine.load.memory_needed", lambda checkpoint: 1 << 60)
     yield
 
 
@@ -204,7 +204,7 @@ def test_faults_of_a_head_are_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault: str, verdict: str, named: str, streamed: bool
 ) -> None:
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path))
-    monkeypatch.setattr("headstart.engine.load.fits_memory", lambda checkpoint: not streamed)
+    monkeypatch.setattr("headstart.engine.load.memory_needed", lambda checkpoint: streamed << 60)
     report = inspect.run(inspect.InspectOptions(model=str(agreeing(**{fault: True})), deep=True))
     heads, deep = report.data["heads"], report.data["deep"]
     assert heads["verdict"] == verdict and report.ok == (verdict == "alive"), (heads, deep)
