@@ -105,11 +105,11 @@ STATUS: dict[type[BaseException], Status] = {
 INTERNAL = Status(3, 500)
 
 
-def did_you_mean(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+def did_you_mean(word: str, known: Iterable[str]) -> str:
     """A hint with the known word that is most like an unknown one; empty if none is."""
     from difflib import get_close_matches  # slow to import
 
-    return next((f"did you mean {each}?" for each in get_close_matches(word, sorted(known), n=1, cutoff=cutoff)), "")
+    return next((f"did you mean {each}?" for each in get_close_matches(word, sorted(known), n=1)), "")
 
 
 def status_of(error: BaseException) -> Status:
