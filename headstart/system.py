@@ -171,6 +171,8 @@ def end_process_group(process: "subprocess.Popen[bytes]", *, kill: bool) -> bool
 
 def stop_process_group(process: "subprocess.Popen[bytes]", seconds: float) -> None:
     """Interrupt a process with a session of its own, and its children; kill them if it does not end in time."""
+    import subprocess  # slow to import
+
     end_process_group(process, kill=False)
     try:
         process.wait(seconds)

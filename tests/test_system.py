@@ -112,3 +112,11 @@ def test_it_runs_without_what_windows_lacks(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT, str(folder)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "3 tokens" in done.stderr
+
+
+def test_a_process_that_ignores_an_interrupt_is_killed() -> None:
+    code = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        system.stop_process_group(process, 0.1)
+        assert process.returncode == -signal.SIGKILL
