@@ -12,6 +12,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from headstart.core import Draft, Rows, Sequence, TokenCounts
 from headstart.drafters._retokenized import RetokenizingDrafter
@@ -45,23 +46,48 @@ class _GuessingHead(HeadDrafter):
         super().__init__(target, head)
         self._committed: dict[Sequence, int] = {}  # tokens of the trunk in each sequence of the latest call
 
-    def guess(self, drafts: Seq[GrowingDraft]) -> list[list[int]]:
-        """Up to MAX_GUESSES tokens behind each draft, at most all that it lacks but one."""
-        self._committed.clear()
-        requests: list[DraftRequest] = []
-        for draft in drafts:
-            tokens = [*draft.sequence.tokens, *draft.draft.tokens]  # for the head all of them are committed
-            sequence = replace(draft.sequence, tokens=tokens, draft=Draft(), counts=TokenCounts())
-            self._committed[sequence] = len(draft.sequence.tokens)
-            requests.append(DraftRequest(sequence, self._count(draft)))
-        self.propose([request for request in requests if request.depth > 0])
-        return [request.sequence.draft.tokens for request in requests]
+    def guess(self, growing: Seq[GrowingDraft], parts: Seq[Rows]) -> list[list[int]]:
+        """Up to MAX_GUESSES tokens behind each draft, at most all that it lacks.
 
-    def _count(self, draft: GrowingDraft) -> int:
-        drafted = len(draft.draft.tokens)
-        if draft.sequence.constraint is not None or drafted + 1 >= self._budget:
-            return 0
-        return min(MAX_GUESSES, self.max_depth, draft.depth - drafted - 1)
+        parts: the draft model's next rows. The newest state that the head can read is the one before their first row;
+        behind three rows or more nothing is guessed.
+        """
+        self._committed.clear()
+        requests: list[list[DraftRequest]] = [[], []]  # by the number of rows but one: tokens that need no guess
+        sequences: list[Sequence] = []
+        for each, part in zip(growing, parts, strict=True):
+            tokens, known = [*each.sequence.tokens, *each.draft.tokens], part.token_ids[1:]
+            sequence = replace(
+                each.sequence, tokens=tokens[: len(tokens) - len(known)], draft=Draft(), counts=TokenCounts()
+            )
+            self._committed[sequence] = len(each.sequence.tokens)
+            sequences.append(sequence)
+            count = min(MAX_GUESSES, self.max_depth - len(known), each.depth - len(each.draft.tokens))
+            can_guess = sequence.constraint is None and len(known) < 2 and len(each.draft.tokens) + 1 < self._budget
+            if can_guess and count > 0:
+                sequence.draft.tokens += known
+                requests[len(known)].append(DraftRequest(sequence, count + len(known)))
+        self.propose(requests[0])
+        self._propose_behind(requests[1])
+        return [
+            sequence.draft.tokens[len(part.token_ids) - 1 :] for sequence, part in zip(sequences, parts, strict=True)
+        ]
+
+    def _propose_behind(self, requests: Seq[DraftRequest]) -> None:
+        """Continues the drafts of the requests' sequences, whose first token is known."""
+        if not requests:
+            return
+        parts = self._catch_up(requests)
+        hidden = self._runner.run(self._network, self._steps.first, parts)["hidden"]
+        ends = accumulate([len(part.token_ids) for part in parts])
+        growing = [
+            GrowingDraft(request.sequence, request.depth, None, request.sequence.draft, end - 1)
+            for request, end in zip(requests, ends, strict=True)
+        ]
+        for step in range(1, max(request.depth for request in requests)):
+            growing = [each for each in growing if each.can_grow]
+            hidden = self._next_step(step, growing, hidden)
+        self._mark_filled(parts)
 
     def _mark_filled(self, parts: Seq[Rows]) -> None:
         """Marks pairs of the trunk's tokens only: others end with their draft."""
@@ -121,32 +147,21 @@ class DraftModelDrafter(Drafter):
         if not eligible:
             return
         growing = [GrowingDraft.start(request, self.method) for request in eligible]
-        parts = [self._committed_rows(request.sequence) for request in eligible]
-        is_ready = all(len(part.token_ids) == 1 for part in parts)  # the states of all tokens but the last are known
-        guesses = self._guess(growing) if is_ready else [[]] * len(growing)
-        committed = parts
+        committed = parts = [self._committed_rows(request.sequence) for request in eligible]
         while growing:
-            parts = [
-                replace(part, token_ids=[*part.token_ids, *more], num_logits=len(more) + 1)
-                for part, more in zip(parts, guesses, strict=True)
+            guesses = self._head.guess(growing, parts) if self._head else [[] for _ in growing]
+            rows = [
+                replace(part, token_ids=[*part.token_ids, *guessed], num_logits=len(guessed) + 1)
+                for part, guessed in zip(parts, guesses, strict=True)
             ]
-            logits = self._pass(parts)
-            if committed:
-                self._runner.fill(self._network, committed)
-                committed = []
+            logits = self._pass(rows)
+            self._runner.fill(self._network, committed)
             self._draw(logits, growing, guesses)
-            growing = [each for each in growing if each.can_grow]
-            guesses = self._guess(growing)
+            committed, growing = [], [each for each in growing if each.can_grow]
             parts = [
                 Rows(each.sequence, len(each.sequence.tokens) + len(each.draft.tokens) - 1, each.draft.tokens[-1:], 1)
                 for each in growing
             ]
-        for sequence in [request.sequence for request in eligible]:
-            if drafted := sequence.draft.tokens[:-1]:
-                self._unverified[sequence] = _Unverified(len(sequence.tokens), drafted, sequence.block_table)
-
-    def _guess(self, growing: Seq[GrowingDraft]) -> list[list[int]]:
-        return self._head.guess(growing) if self._head and growing else [[]] * len(growing)
 
     def _draw(self, logits: Buffer, growing: Seq[GrowingDraft], guesses: Seq[Seq[int]]) -> None:
         """Appends to each draft the tokens of its rows [L, V'], up to the first that differs from its guess."""
@@ -159,10 +174,16 @@ class DraftModelDrafter(Drafter):
         sampled = self._runner.draw(logits, entries, self._token_ids, scored=scored)
         first = 0
         for each, guessed in zip(growing, guesses, strict=True):
+            drafted, depth = each.draft.tokens, each.depth
+            num_computed = len(drafted)
             for i in range(len(guessed) + 1):
-                if not each.can_grow or (i and each.draft.tokens[-1] != guessed[i - 1]):
-                    break
                 each.append(sampled, first + i)
+                if len(drafted) == num_computed or drafted[-1:] != guessed[i : i + 1]:
+                    break
+                num_computed += 1
+                each.depth = depth  # whatever the gate says: the next token is computed
+            table = each.sequence.block_table
+            self._unverified[each.sequence] = _Unverified(len(each.sequence.tokens), drafted[:num_computed], table)
             first += len(guessed) + 1
 
     def _has_room(self, request: DraftRequest) -> bool:
