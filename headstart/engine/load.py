@@ -13,10 +13,11 @@ from headstart.core import Progress, no_progress
 from headstart.engine.matching import Matching, match
 from headstart.errors import CapacityError, ModelError, UsageError
 from headstart.files import user_path
-from headstart.formats import open_checkpoint
+from headstart.formats import is_checkpoint, open_checkpoint
 from headstart.formats.base import Checkpoint, in_int4, widened
 from headstart.formats.json_object import read_object
 from headstart.formats.quantization import declared_name
+from headstart.formats.safetensors import CONFIG
 from headstart.heads.base import Head, HeadSpec, limit_window
 from headstart.heads.draft_model import DraftModel, parallel_block
 from headstart.heads.files import read_head, read_if_head
@@ -291,22 +292,24 @@ def load_model(
     return model
 
 
-def _check_published(name: str) -> None:
-    """Raises ModelError before the weights of a Hub repo are downloaded, if no family here runs its config.json."""
+def _check_config(name: str) -> None:
+    """Raises ModelError if no family here runs a config.json without weights: that of a Hub repo, before they are
+    downloaded, or of a directory that has none."""
     repo = hub.repo_of(name)
-    if repo is None or repo.file:
+    if hub.is_builtin(name) or (repo and repo.file):
         return
     try:
-        file = hub.config_file(name)
+        file = hub.config_file(name) if repo else user_path(name) / CONFIG
     except UsageError:  # a repo of GGUF files, or what `resolve` reports
         return
-    find_family(Checkpoint(file, "safetensors", read_object(file), {}, canonical_names=False))
+    if repo or (file.exists() and not is_checkpoint(file.parent)):
+        find_family(Checkpoint(file, "safetensors", read_object(file), {}, canonical_names=False, name=name))
 
 
 def _open(name: str | None, config: EngineConfig, *, streamed: bool) -> tuple[Checkpoint, Backend]:
     """The checkpoint, with its headers read, and the backend of `load_model`."""
     if name is not None:
-        _check_published(name)
+        _check_config(name)
     checkpoint = open_checkpoint(hub.resolve(name))
     if config.mmproj is not None:
         checkpoint = replace(checkpoint, projector=user_path(config.mmproj))

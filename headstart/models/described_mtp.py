@@ -122,6 +122,7 @@ LAYOUTS: Mapping[str, MTPLayout] = {
     "deepseek_v41": replace(
         DSPARK,
         title="DeepSeek-V4.1",
+        count_key="num_nextn_predict_layers",
         trailing=False,
         tensors=_module("mtp.{i}.", _vectors("attn_norm", "ffn_norm")),
     ),

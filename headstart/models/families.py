@@ -12,7 +12,6 @@ from headstart.models.base import Family
 from headstart.models.described_mtp import LAYOUTS
 from headstart.models.mtp import MTPLayout
 
-ELSEWHERE = "other engines have it: headstart launch vllm MODEL, or headstart launch llamacpp FILE.gguf"
 DRAFTS: Mapping[str, str] = {
     **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "name that model, and this one with --head"),
     "gemma4-assistant": "name that model, and the safetensors of this one with --head",
@@ -24,17 +23,20 @@ SIZE_KEYS = (
 )  # fmt: skip
 
 
-def family_named(model_type: str) -> Family:
+def family_named(model_type: str, launch: str = "vllm MODEL") -> Family:
     """The family that runs `model_type`: the file of that name, or the family that declares it as an alias. Raises
-    ModelError; for a described family the error names the missing feature."""
+    ModelError; for a described family the error names the missing feature, and `headstart launch` with the arguments
+    `launch`."""
     if (found := _runnable(model_type)) is not None:
         return found[1]
     if hint := DRAFTS.get(model_type):
         raise ModelError(f"{model_type} is no model by itself: it reads the keys of the one that it drafts for", hint)
     if (described := _described(model_type)) is not None:
-        raise ModelError(f"{model_type} models need {described[1].unsupported}, which is not supported", ELSEWHERE)
+        what = f"{model_type} models need {described[1].unsupported}, which is not supported"
+        raise ModelError(what, f"another engine has it: headstart launch {launch}")
     near = did_you_mean(model_type.replace("-", "_"), registry.available("models"))
-    raise ModelError(f"unknown model family {model_type!r}", f"{near} docs/support.md lists all; {ELSEWHERE}".lstrip())
+    hint = f"{near} docs/support.md lists all; another engine may have it: headstart launch {launch}"
+    raise ModelError(f"unknown model family {model_type!r}", hint.lstrip())
 
 
 def is_known(model_type: str) -> bool:

@@ -14,6 +14,8 @@ COUNT_KEYS = (
     "mtp_config.num_nextn_predict_layers", "num_nextn_layers", "mtp_num_layers", "n_mtp_layers",
 )  # fmt: skip
 """Config keys of the number of MTP modules, at top level or in an object of NESTED; the first nonzero value is used."""
+PREFIXES = ("", *(f"{name}." for name in NESTED))
+"""Places of a config's keys: the top level, and the objects of NESTED."""
 
 LLAMA_CPP_KEYS = (
     "context_length", "embedding_length", "feed_forward_length", "attention.head_count", "attention.head_count_kv",
@@ -112,16 +114,15 @@ class MTPLayout:
 
     def declared(self, config: Mapping[str, Any]) -> Declared:
         """The MTP modules that a config declares. Raises ModelError for more than MAX_MODULES."""
-        counted = {key: config[key] for key in [self.count_key] if key in config} if self.requires else config
-        found = declared(counted, self.count_key)
+        found = declared(config, self.count_key, alone=bool(self.requires))
         if found.key is None:
             return Declared(self.default, None)
         return Declared(max(found.modules - self.spare, min(found.modules, 1)), found.key)
 
     def serves(self, config: Mapping[str, Any]) -> bool:
         """True if the config has this layout (see `requires` and `unless`)."""
-        required = not self.requires or bool(config.get(self.requires))
-        return required and not (self.unless and config.get(self.unless))
+        required = not self.requires or bool(told(config, self.requires))
+        return required and not (self.unless and told(config, self.unless))
 
 
 DSPARK = MTPLayout(
@@ -138,13 +139,18 @@ DSPARK = MTPLayout(
 """A DSpark drafter (heads/block.py) in place of MTP modules. Families replace the title and the places of tensors."""
 
 
-def declared(config: Mapping[str, Any], first: str = COUNT_KEYS[0]) -> Declared:
-    """The MTP modules that a config of any family declares, under any of COUNT_KEYS; the key `first` is read first.
-    Raises ModelError for more than MAX_MODULES."""
+def told(config: Mapping[str, Any], key: str) -> Any:
+    """The first value of a key that is not zero or empty, in one of PREFIXES; else None."""
+    return next(filter(None, (lookup(config, f"{prefix}{key}") for prefix in PREFIXES)), None)
+
+
+def declared(config: Mapping[str, Any], first: str = COUNT_KEYS[0], *, alone: bool = False) -> Declared:
+    """The MTP modules that a config of any family declares, under any of COUNT_KEYS; the key `first` is read first,
+    and no other one if `alone`. Raises ModelError for more than MAX_MODULES."""
     promises = [
         (f"{prefix}{key}", value)
-        for prefix in ("", *(f"{name}." for name in NESTED))
-        for key in dict.fromkeys((first, *COUNT_KEYS))
+        for prefix in PREFIXES
+        for key in dict.fromkeys((first,) if alone else (first, *COUNT_KEYS))
         if (value := lookup(config, prefix + key)) is not None and not isinstance(value, list)
     ]
     sizes = [(key, as_size(value) or 0) for key, value in promises]

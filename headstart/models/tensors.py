@@ -3,6 +3,7 @@
 import logging
 import math
 import re
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -213,7 +214,8 @@ def find_family(checkpoint: Checkpoint) -> Family:
         raise no_model(checkpoint.path)
     if not isinstance(model_type, str):
         raise ModelError(f"{checkpoint.path}: config.json names no model_type", "download the model again")
-    return family_named(model_type)
+    engine = "llamacpp" if checkpoint.format == "gguf" else "vllm"
+    return family_named(model_type, f"{engine} {shlex.quote(checkpoint.name)}")
 
 
 def canonical_tensors(checkpoint: Checkpoint, family: Family, config: DecoderConfig) -> Mapping[str, RawTensor]:

@@ -3,7 +3,9 @@ words. Every family with MTP modules that runs, in safetensors and in GGUF: whol
 gone or of another shape. Families that do not run, and config keys that no family knows, are refused in the same words
 too."""
 
+import json
 import re
+import shlex
 from collections.abc import Callable, Collection
 from functools import partial
 from itertools import cycle
@@ -24,7 +26,7 @@ from headstart.formats.base import strip_wrapper
 from headstart.formats.gguf_names import canonical_names, gguf_name
 from headstart.formats.tensor_parts import MTP, part_of
 from headstart.models.described import DESCRIBED
-from headstart.models.families import family_named, known_family
+from headstart.models.families import known_family
 from headstart.models.native_heads import examine
 from headstart.models.small import Arrays
 from headstart.tools.inspect import run as inspect
@@ -56,13 +58,15 @@ def same_decision(path: Path, *expected: str) -> dict[str, Any]:
     return heads
 
 
-def same_refusal(path: Path, *parts: str) -> None:
-    """Asserts that inspect and loading refuse to run a checkpoint in the same words, among them `parts`."""
+def same_refusal(path: Path, *parts: str) -> str:
+    """Asserts that inspect and loading refuse to run a checkpoint in the same words, among them `parts`. Returns the
+    hint."""
     here = inspect.run(InspectOptions(model=str(path))).data["here"]
     with pytest.raises(ModelError) as refused:
         model_at(path)
     assert not here["runs"] and (here["why"], here["fix"]) == (refused.value.message, refused.value.hint)
     assert all(part in here["why"] for part in parts)
+    return str(here["fix"])
 
 
 def wrapped(arrays: Arrays, wrapper: str) -> Arrays:
@@ -171,14 +175,16 @@ def test_an_unknown_config_key_is_refused_in_the_same_words(family: str, tmp_pat
 @pytest.mark.parametrize("name", [name for key, each in DESCRIBED.items() for name in (key, *each.aliases)])
 def test_a_family_that_does_not_run_is_refused_in_the_same_words(name: str, tmp_path: Path) -> None:
     config, arrays = family_of("llama").tiny(model_type=name)
-    described = known_family(name)
-    with pytest.raises(
-        ModelError, match=rf"^{re.escape(name)} models need {re.escape(described.unsupported)}"
-    ) as refused:
-        family_named(name)
-    assert "headstart launch vllm MODEL" in refused.value.hint
-    same_refusal(write_model(tmp_path / "model", config, arrays), name, described.unsupported)
-    same_refusal(write_gguf_header(tmp_path / "model.gguf", name), name, described.unsupported)
+    config_only = tmp_path / "config only"
+    config_only.mkdir()
+    (config_only / "config.json").write_text(json.dumps(config))
+    for engine, path in (
+        ("vllm", write_model(tmp_path / "model", config, arrays)),
+        ("vllm", config_only),
+        ("llamacpp", write_gguf_header(tmp_path / "model.gguf", name)),
+    ):
+        fix = same_refusal(path, f"{name} models need {known_family(name).unsupported}, which is not supported")
+        assert fix == f"another engine has it: headstart launch {engine} {shlex.quote(str(path))}"
 
 
 def write_gguf_header(path: Path, architecture: str) -> Path:

@@ -73,7 +73,8 @@ ZOO: dict[str, Animal] = {
     "deepseek_v32": deepseek("deepseek_v32", **DSA),
     "deepseek_v41": Animal(
         {"model_type": "deepseek_v41", "dspark_block_size": 5, "hc_mult": 2},
-        {"mtp.2.attn_norm.weight": (H,), "mtp.0.ffn_norm.weight": (H,)}, key="n_mtp_layers", count=3, wrapper=""),
+        {"mtp.2.attn_norm.weight": (H,), "mtp.0.ffn_norm.weight": (H,)}, key=NEXTN, count=3, nested="text_config",
+        wrapper=""),
     "deepseek_v4_dspark": Animal(
         {**V4, **DSPARK},
         {

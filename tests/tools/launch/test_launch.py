@@ -271,10 +271,17 @@ DSPARK = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("model_type", ["deepseek_v4", "deepseek_v41"])
-def test_a_drafter_inside_the_checkpoint(model_type: str, tmp_path: Path) -> None:
+NESTED = {**DSPARK, "model_type": "deepseek_v41_text", "num_nextn_predict_layers": 3}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [DSPARK, {**DSPARK, "model_type": "deepseek_v41"}, {"model_type": "deepseek_v41", "text_config": NESTED}],
+    ids=["V4", "V4.1", "V4.1 as released"],
+)
+def test_a_drafter_inside_the_checkpoint(config: dict[str, Any], tmp_path: Path) -> None:
     """The method is DSpark, one pass drafts a whole block, and no path names a drafter."""
-    (tmp_path / "config.json").write_text(json.dumps({**DSPARK, "model_type": model_type}))
+    (tmp_path / "config.json").write_text(json.dumps(config))
     facts = read_facts(str(tmp_path))
     assert facts.drafter and facts.drafter.method == "dspark"
     assert choose_depth(facts, None, facts.drafter, gpus=1) == (5, "the tokens that one block of 5 drafts")
