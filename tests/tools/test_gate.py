@@ -188,11 +188,16 @@ def test_prompts_of_another_run_are_in_no_cache() -> None:
     assert GateOptions(old="", new="").seed != GateOptions(old="", new="").seed
 
 
-def test_bad_sides_and_files_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_sides_and_files_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before a server of the other side starts."""
     taken = tmp_path / "gate.xml"
     taken.touch()
+    monkeypatch.delattr("headstart.tools.gate.run.subprocess.Popen")
     for words, told in (
         (["./nothing", "http://127.0.0.1:9"], "'./nothing' is no checkpoint"),
+        (["qwen3_5-tiny", "./nothing"], "'./nothing' is no checkpoint"),
         (["http://127.0.0.1:9", "http://127.0.0.1:9"], "connection refused"),
         (["http://127.0.0.1:9", "http://127.0.0.1:9", "--junit", str(taken)], "exists"),
         (["missing.json", "http://127.0.0.1:9"], "cannot read missing.json"),

@@ -247,6 +247,8 @@ def collect(
     """Asks all sides (name -> URL or checkpoint) the same prompts, one side after the other for each prompt, so that
     a slow phase of the machine meets both. Raises UsageError for a side that is neither a server nor a checkpoint, for
     a model other than that of the baseline, and for a server that no longer answers."""
+    for side in sides.values():
+        _check_side(side)
     with ExitStack() as stack:
         servers = [Server.at(stack.enter_context(_served(side)), options.api_key) for side in sides.values()]
         models = [str(find_model(server, options.model)["id"]) for server in servers]
@@ -353,11 +355,13 @@ class GateSide:
             return ProbeResponse(str(refused), refused=True)
 
 
-@contextmanager
-def _served(side: str) -> Iterator[str]:
-    """The URL of a side; a checkpoint is served by a process of its own meanwhile."""
-    if "://" in side or side.startswith(("localhost:", "127.0.0.1:")):
-        yield side
+def _is_address(side: str) -> bool:
+    return "://" in side or side.startswith(("localhost:", "127.0.0.1:"))
+
+
+def _check_side(side: str) -> None:
+    """Raises UsageError for a side that is neither an address nor a checkpoint."""
+    if _is_address(side):
         return
     from headstart.formats import find_checkpoint
 
@@ -366,6 +370,14 @@ def _served(side: str) -> Iterator[str]:
     except HeadstartError as error:
         hint = "a side is http://HOST:PORT, a checkpoint, or (the old one) a file of --save"
         raise UsageError(f"{side!r} is no checkpoint: {error}", hint) from None
+
+
+@contextmanager
+def _served(side: str) -> Iterator[str]:
+    """The URL of a side; a checkpoint is served by a process of its own meanwhile."""
+    if _is_address(side):
+        yield side
+        return
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
