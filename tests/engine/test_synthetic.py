@@ -88,7 +88,7 @@ def test_metrics_and_summary_say_so_and_off_leaves_no_trace() -> None:
     samples = [sample for metric in metrics for sample in metric.samples]
     assert [sample.value for sample in samples if sample.name == "headstart:synthetic_acceptance"] == [0.8, 0.5, 0.2]
     completion = SimpleNamespace(speculation=engine.stats, method="mtp", usage={"completion_tokens": 3},
-                                 timing={"decode_tokens_per_s": 1.0})  # fmt: skip
+                                 timing={"decode_tokens_per_s": 1.0}, is_truncated=False)  # fmt: skip
     assert "SYNTHETIC ACCEPTANCE at 0.8, 0.5, 0.2" in summary(completion)
     engine = make(agreeing_model("llama"), drafter="mtp", depth=3)
     run(engine, [request([5, 6, EOS + 1], max_tokens=10)])
