@@ -23,7 +23,6 @@ from headstart.errors import UsageError
 from headstart.heads.base import Head
 from headstart.heads.draft_model import DraftModel
 from headstart.kernels.ops import Buffer
-from headstart.layers.decoder import tap_width
 from headstart.layers.network import FORWARD, DecoderNetwork
 
 MAX_GUESSES = 3
@@ -44,16 +43,16 @@ class _GuessingHead(HeadDrafter):
 
     def __init__(self, target: TargetModel, head: Head) -> None:
         super().__init__(target, head)
-        self._committed: dict[Sequence, int] = {}  # tokens of the trunk in each sequence of the latest call
+        self._committed: dict[Sequence, int] = {}  # number of committed tokens of each sequence of the latest call
 
     def guess(self, growing: Seq[GrowingDraft], parts: Seq[Rows]) -> list[list[int]]:
-        """Up to MAX_GUESSES tokens behind each draft, at most all that it lacks.
+        """Guesses up to MAX_GUESSES tokens after each draft, at most as many as the draft lacks.
 
-        parts: the draft model's next rows. The newest state that the head can read is the one before their first row;
-        behind three rows or more nothing is guessed.
+        parts: rows of the draft model's next pass. The head reads hidden states of the rows before them. With two rows
+        the token of the second one takes the place of the head's first token; with more rows nothing is guessed.
         """
         self._committed.clear()
-        requests: list[list[DraftRequest]] = [[], []]  # by the number of rows but one: tokens that need no guess
+        requests: list[list[DraftRequest]] = [[], []]  # of parts with one row, of parts with two rows
         sequences: list[Sequence] = []
         for each, part in zip(growing, parts, strict=True):
             tokens, known = [*each.sequence.tokens, *each.draft.tokens], part.token_ids[1:]
@@ -68,13 +67,13 @@ class _GuessingHead(HeadDrafter):
                 sequence.draft.tokens += known
                 requests[len(known)].append(DraftRequest(sequence, count + len(known)))
         self.propose(requests[0])
-        self._propose_behind(requests[1])
+        self._propose_after(requests[1])
         return [
             sequence.draft.tokens[len(part.token_ids) - 1 :] for sequence, part in zip(sequences, parts, strict=True)
         ]
 
-    def _propose_behind(self, requests: Seq[DraftRequest]) -> None:
-        """Continues the drafts of the requests' sequences, whose first token is known."""
+    def _propose_after(self, requests: Seq[DraftRequest]) -> None:
+        """Continues the sequences' drafts, which have their first token."""
         if not requests:
             return
         parts = self._catch_up(requests)
@@ -84,13 +83,11 @@ class _GuessingHead(HeadDrafter):
             GrowingDraft(request.sequence, request.depth, None, request.sequence.draft, end - 1)
             for request, end in zip(requests, ends, strict=True)
         ]
-        for step in range(1, max(request.depth for request in requests)):
-            growing = [each for each in growing if each.can_grow]
-            hidden = self._next_step(step, growing, hidden)
+        self._continue(growing, hidden)
         self._mark_filled(parts)
 
     def _mark_filled(self, parts: Seq[Rows]) -> None:
-        """Marks pairs of the trunk's tokens only: others end with their draft."""
+        """Marks only the pairs of committed tokens; those of drafted tokens may still be rejected."""
         counts = [max(self._committed[part.sequence] - part.start, 0) for part in parts]
         pairs = zip(parts, counts, strict=True)
         super()._mark_filled([replace(part, token_ids=part.token_ids[:count]) for part, count in pairs if count])
@@ -105,8 +102,8 @@ class DraftModelDrafter(Drafter):
         self._runner, self._budget, self._model = target.runner, target.token_budget, model
         ids = model.draft_token_ids
         self._token_ids = None if ids is None else target.backend.index(ids)
-        whole, head = model.whole, None if ids is not None or model.own_ids is not None else model.whole.head
-        width = tap_width(head.spec.tap, whole.config.hidden_size, whole.config.num_streams) if head else 0
+        whole, head = model.whole, model.whole.head
+        width = head.spec.read_width(whole.config.hidden_size, recycled=False) if head else 0
         self._network = target.runner.open(DecoderNetwork(model.decoder, head.spec.tap if head else None, width))
         self._head: _GuessingHead | None = None
         if head:
@@ -181,7 +178,7 @@ class DraftModelDrafter(Drafter):
                 if len(drafted) == num_computed or drafted[-1:] != guessed[i : i + 1]:
                     break
                 num_computed += 1
-                each.depth = depth  # whatever the gate says: the next token is computed
+                each.depth = depth  # the gate cannot end the draft here: the next token is already computed
             table = each.sequence.block_table
             self._unverified[each.sequence] = _Unverified(len(each.sequence.tokens), drafted[:num_computed], table)
             first += len(guessed) + 1

@@ -91,7 +91,12 @@ class HeadDrafter(base.Drafter):
         pairs = zip(requests, ends, strict=True)
         growing = [base.GrowingDraft.start(request, self.method, end - 1) for request, end in pairs]
         base.draw_next(self._runner, output["logits"], growing, self._token_ids)
-        hidden, step = output["hidden"], 1
+        self._continue(growing, output["hidden"])
+
+    def _continue(self, growing: list[base.GrowingDraft], hidden: Buffer) -> None:
+        """Runs the draft steps after the first. Each draft has one token; its `row` is that of its last pair in
+        `hidden` [R, H], the output vectors of the first step."""
+        step = 1
         while growing := [each for each in growing if each.can_grow]:
             hidden = self._next_step(step, growing, hidden)
             step += 1

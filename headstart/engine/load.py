@@ -222,13 +222,17 @@ def load_draft_model(trunk: Model, checkpoint: Checkpoint) -> DraftModel:
     )  # fmt: skip
     draft_model = DraftModel(
         spec=HeadSpec(kind=DRAFT_MODEL, block=block), modules=(), source=str(path), decoder=decoder,
-        max_length=loaded.config.max_length, whole=replace(whole, head=_step_head(whole)),
+        max_length=loaded.config.max_length, whole=whole,
     )  # fmt: skip
     if matching is None:
         assert tokenizer
-        return replace(draft_model, tokenizers=(trunk.tokenizer, tokenizer))
+        own = replace(whole, head=_step_head(whole))
+        return replace(draft_model, tokenizers=(trunk.tokenizer, tokenizer), whole=own)
     ids = None if len(matching.ids) == trunk_size else np.array(matching.ids, np.int64)
-    return replace(draft_model, draft_token_ids=ids, own_ids=matching.own_ids(trunk_size))
+    own_ids = matching.own_ids(trunk_size)
+    if block is None and ids is None and own_ids is None:  # a head drafts the ids of its model
+        whole = replace(whole, head=_step_head(whole))
+    return replace(draft_model, draft_token_ids=ids, own_ids=own_ids, whole=whole)
 
 
 def _step_head(whole: Model) -> Head | None:

@@ -43,7 +43,7 @@ class DraftModel(Head):
     max_length: int  # context length
     own_ids: NDArray[np.int64] | None = None  # [V] what it reads for each trunk id (engine/matching.py); None: the same
     tokenizers: tuple[Tokenizer, Tokenizer] | None = None  # the trunk's and its own, if drafts are tokenized again
-    whole: Any  # the loaded model, with its own head (engine.load.Model)
+    whole: Any  # the loaded model (engine.load.Model); `whole.head`: its own head, if it drafts with one
 
 
 HEAD = HeadKind(

@@ -210,8 +210,7 @@ class ProgramRecorder:
         how = (spec.num_heads, spec.scale, spec.window, spec.softcap, sinks)
         mask = (spec.causal, spec.excludes_self, spec.chunk)
         near = -1 if bias is None else self._index(bias)
-        block = (True,) if spec.block_window else ()
-        return Symbol(width, self.program.attend(index, pool, *how, *mask, near, *block))
+        return Symbol(width, self.program.attend(index, pool, *how, *mask, near, spec.block_window))
 
     def causal_conv(
         self, x: Symbol, weight: Vector, pool: StatePool, spec: specs.ConvSpec, bias: Vector | None = None
