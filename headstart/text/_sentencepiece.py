@@ -30,10 +30,8 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Types of tokens, as in sentencepiece's and llama.cpp's files."""
 _NEVER_SCORE = -10_000.0  # score of tokens that text must not be split into
 UNIGRAM, BPE = 1, 2  # trainer_spec.model_type
-MERGES = "tokenizers"  # folder of the user cache with merges of large vocabularies, which take a second to compute
+MERGES = "tokenizers"  # folder of the user cache with merges of large vocabularies, which take seconds to compute
 _CACHED_SIZE = 10_000  # merges of vocabularies with at least so many tokens are cached
-_BASE, _INVERSE = 0x9E3779B97F4A7C15, pow(0x9E3779B97F4A7C15, -1, 2**64)
-"""Base of the polynomial hashes of tokens, and its inverse modulo 2^64."""
 _HINT = "download the tokenizer again"
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5  # wire types of protocol buffers
 
@@ -78,7 +76,7 @@ def merges_by_score(
     tokens: Sequence[str], scores: Sequence[float] | NDArray[np.floating], types: Sequence[int]
 ) -> list[tuple[str, str]]:
     """Merges of a sentencepiece BPE model: (left, right) pairs, the best score first. No merge makes a control or byte
-    token. Merges of large vocabularies are stored in the user cache. Raises what `find_merges` raises."""
+    token. Merges of large vocabularies are stored in the user cache."""
     path = None
     if len(tokens) >= _CACHED_SIZE:
         numbers = np.asarray(scores, np.float64).tobytes() + np.asarray(types, np.int64).tobytes()
@@ -86,7 +84,7 @@ def merges_by_score(
         path = hub.cache_dir() / MERGES / f"{digest}.merges"
     merges = _read_merges(path) if path else None
     if merges is None:
-        merges = find_merges(tokens, scores, types)
+        merges = _find_merges(tokens, scores, types)
         if path:
             data = merges.tobytes()
             with suppress(OSError):  # works without a writable cache, too
@@ -97,7 +95,7 @@ def merges_by_score(
 
 
 def _read_merges(path: Path) -> NDArray[np.int32] | None:
-    """int32 [merges, 2] as of `find_merges`, from a cache file; None if the file is missing or damaged."""
+    """int32 [merges, 2] as of `_find_merges`, from a cache file; None if the file is missing or damaged."""
     with suppress(OSError):
         data = path.read_bytes()
         if data[:4] == zlib.crc32(data[4:]).to_bytes(4, "little"):
@@ -105,130 +103,20 @@ def _read_merges(path: Path) -> NDArray[np.int32] | None:
     return None
 
 
-class _HashTable:
-    """Finds the index of uint64 keys, by linear probing: five times faster than binary search for millions of keys."""
-
-    def __init__(self, keys: NDArray[np.uint64]) -> None:
-        self._keys = keys
-        self._bits = max(1, (4 * len(keys)).bit_length())
-        self._table = np.full(2**self._bits, -1, np.int64)
-        todo, slots = np.arange(len(keys)), self._first_slots(keys)
-        while len(todo):
-            is_free = self._table[slots] < 0
-            self._table[slots[is_free]] = todo[is_free]  # if several keys want one slot, one of them gets it
-            left = self._table[slots] != todo
-            todo, slots = todo[left], self._next(slots[left])
-
-    @property
-    def is_unique(self) -> bool:
-        return bool((self.find(self._keys) == np.arange(len(self._keys))).all())
-
-    def find(self, wanted: NDArray[np.uint64]) -> NDArray[np.int64]:
-        """The index of each wanted key, -1 for unknown keys."""
-        found = np.full(len(wanted), -1, np.int64)
-        todo, slots = np.arange(len(wanted) if len(self._keys) else 0), self._first_slots(wanted)
-        while len(todo):
-            places = self._table[slots]
-            is_used, is_equal = places >= 0, self._keys[places] == wanted[todo]
-            hits = is_used & is_equal
-            found[todo[hits]] = places[hits]
-            left = is_used & ~is_equal
-            todo, slots = todo[left], self._next(slots[left])
-        return found
-
-    def _first_slots(self, keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-        return (keys * np.uint64(_BASE) >> np.uint64(64 - self._bits)).astype(np.int64)
-
-    def _next(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
-        return slots + 1 & len(self._table) - 1
-
-
-def find_merges(
+def _find_merges(
     tokens: Sequence[str], scores: Sequence[float] | NDArray[np.floating], types: Sequence[int]
 ) -> NDArray[np.int32]:
-    """int32 [merges, 2], the best first: the id of the merged token, and the number of characters of its left part.
-    Pairs that no text can reach, about half of all, are left out (`_reached`).
-
-    A large vocabulary has more than a million places to cut, so parts are found by polynomial hashes modulo 2^64.
-    Raises ModelError if two tokens have the same hash."""
-    vocabulary = token_ids(tokens)
-    ids = np.fromiter(vocabulary.values(), np.int64, len(vocabulary))
-    letters = np.frombuffer("".join(vocabulary).encode("utf-32-le"), np.uint32).astype(np.uint64)
-    ends = np.cumsum(np.fromiter(map(len, vocabulary), np.int64, len(vocabulary)))
-    begins = np.concatenate([[0], ends[:-1]])
-    powers, inverses = (np.cumprod(np.full(len(letters) + 1, base, np.uint64)) for base in (_BASE, _INVERSE))
-    sums = np.concatenate([np.zeros(1, np.uint64), np.cumsum(letters * powers[:-1])])
-
-    def hashes(begin: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.uint64]:
-        found: NDArray[np.uint64] = (sums[end] - sums[begin]) * inverses[begin]
-        return found
-
-    known = _HashTable(hashes(begins, ends))
-    if not known.is_unique:
-        raise ModelError("two tokens of the vocabulary have the same hash", "please report this model")
-
-    def find(begin: NDArray[np.int64], end: NDArray[np.int64]) -> NDArray[np.int64]:
-        return known.find(hashes(begin, end))
-
-    is_reserved = np.isin(types[: len(tokens)], (UNKNOWN, CONTROL, BYTE))
-    reserved = [vocabulary[tokens[number]] for number in np.flatnonzero(is_reserved).tolist()]
-    wholes = np.flatnonzero(~np.isin(ids, reserved))
-    counts = np.maximum(ends - begins - 1, 0)[wholes]
-    wholes = np.repeat(wholes, counts)
-    cuts = np.arange(len(wholes)) - np.repeat(np.cumsum(counts) - counts, counts) + 1 + begins[wholes]
-    lefts = find(begins[wholes], cuts)
-    wholes, cuts, lefts = (each[lefts >= 0] for each in (wholes, cuts, lefts))
-    rights = find(cuts, ends[wholes])
-    wholes, cuts, lefts, rights = (each[rights >= 0] for each in (wholes, cuts, lefts, rights))
-    ranks = np.argsort(np.lexsort((ids, -np.asarray(scores)[ids])))
-    best = np.argsort(ranks[wholes] * len(tokens) + ids[lefts])
-    wholes, cuts, lefts, rights = (each[best] for each in (wholes, cuts, lefts, rights))
-    places = np.arange(len(letters))
-    used = _reached(find(places, places + 1), begins, ends, wholes, lefts, rights)
-    used |= np.isin(ids[lefts], reserved) | np.isin(ids[rights], reserved)  # bytes of unknown characters may merge too
-    return np.stack([ids[wholes], cuts - begins[wholes]], axis=1)[used].astype(np.int32)
-
-
-def _reached(
-    letters: NDArray[np.int64], begins: NDArray[np.int64], ends: NDArray[np.int64], wholes: NDArray[np.int64],
-    lefts: NDArray[np.int64], rights: NDArray[np.int64],
-) -> NDArray[np.bool_]:  # fmt: skip
-    """bool [merges]: which merges (the best first) happen when each token's own text is tokenized. In other texts the
-    two parts of a token come about in the same way, so no other merge ever happens.
-
-    letters: the characters of all tokens as token ids, -1 for none. begins, ends: range of each token in `letters`."""
-    size, none = len(begins), len(wholes)
-    pairs = _HashTable((lefts * size + rights).astype(np.uint64))
-
-    def find(left: NDArray[np.int64], right: NDArray[np.int64]) -> NDArray[np.int64]:
-        places = pairs.find((left * size + right).astype(np.uint64))
-        return np.where((left < 0) | (right < 0) | (places < 0), none, places)
-
-    used = np.zeros(none, np.bool_)
-    owners = np.repeat(np.arange(size), ends - begins)
-    merges = np.append(find(letters[:-1], letters[1:]), none)  # of each symbol with the next
-    merges[:-1][owners[1:] != owners[:-1]] = none
-    while len(owners):
-        first = np.flatnonzero(np.append(True, owners[1:] != owners[:-1]))
-        lengths = np.diff(np.append(first, len(owners)))
-        best = np.minimum.reduceat(merges, first)
-        at = np.flatnonzero((merges == np.repeat(best, lengths)) & (merges < none))
-        at = at[np.append(True, owners[at][1:] != owners[at][:-1])] if len(at) else at  # the leftmost in each token
-        used[merges[at]] = True
-        letters[at] = wholes[merges[at]]
-        stays = np.repeat(best < none, lengths)
-        stays[at + 1] = False
-        ends_token = np.append(owners[1:] != owners[:-1], True)
-        ends_token[at] = ends_token[at + 1]
-        changed = np.zeros(len(owners), np.bool_)
-        changed[at] = True
-        letters, owners, merges = letters[stays], owners[stays], merges[stays]
-        changed, ends_token = changed[stays], ends_token[stays]
-        changed[:-1] |= changed[1:]  # the symbol before a merged one has a new neighbour
-        again = np.flatnonzero(changed & ~ends_token)
-        merges[again] = find(letters[again], letters[again + 1])
-        merges[ends_token] = none
-    return used
+    """int32 [merges, 2], the best first: the id of the merged token, and the number of characters of its left part."""
+    ids = token_ids(tokens)
+    reserved = {token for token, kind in zip(tokens, types, strict=False) if kind in (UNKNOWN, CONTROL, BYTE)}
+    costs = (-np.asarray(scores)).tolist()
+    merges = [
+        (costs[number], number, ids[token[:cut]], cut)
+        for token, number in ids.items()
+        for cut in range(1, 0 if token in reserved else len(token))
+        if token[:cut] in ids and token[cut:] in ids
+    ]
+    return np.array([(number, cut) for _, number, _, cut in sorted(merges)], np.int32).reshape(-1, 2)
 
 
 def bpe_model(vocabulary: dict[str, int], pairs: list[tuple[str, str]], where: str, **options: Any) -> models.BPE:
