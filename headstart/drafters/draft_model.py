@@ -23,6 +23,7 @@ from headstart.errors import UsageError
 from headstart.heads.base import Head
 from headstart.heads.draft_model import DraftModel
 from headstart.kernels.ops import Buffer
+from headstart.layers.decoder import tap_width
 from headstart.layers.network import FORWARD, DecoderNetwork
 
 MAX_GUESSES = 3
@@ -103,8 +104,9 @@ class DraftModelDrafter(Drafter):
         ids = model.draft_token_ids
         self._token_ids = None if ids is None else target.backend.index(ids)
         whole, head = model.whole, model.whole.head
-        width = head.spec.read_width(whole.config.hidden_size, recycled=False) if head else 0
-        self._network = target.runner.open(DecoderNetwork(model.decoder, head.spec.tap if head else None, width))
+        tap = head.spec.tap if head else None
+        width = tap_width(tap, whole.config.hidden_size, whole.config.num_streams)
+        self._network = target.runner.open(DecoderNetwork(whole.decoder, tap, width))
         self._head: _GuessingHead | None = None
         if head:
             own = replace(
@@ -213,7 +215,7 @@ class ParallelDraftModelDrafter(BlockDrafter):
     """Drafts with a PARD model, as with a block drafter."""
 
     def __init__(self, target: TargetModel, model: DraftModel) -> None:
-        network, programs = DecoderNetwork(model.decoder), (FORWARD, FORWARD)
+        network, programs = DecoderNetwork(model.whole.decoder), (FORWARD, FORWARD)
         super().__init__(target, model, network, programs, model.draft_token_ids)
         self._model = model
 

@@ -65,7 +65,7 @@ def build_engine(model: Model, config: EngineConfig, max_bytes: int | None = Non
         raise UsageError(f"--depth is {config.depth}, but drafter {method} goes to {drafter.max_depth} at most", hint)
     tap = drafter.tap if drafter else None
     trunk = DecoderNetwork(
-        model.decoder, tap, tap_width(tap, model.config.hidden_size, model.config.num_streams) if tap else 0,
+        model.decoder, tap, tap_width(tap, model.config.hidden_size, model.config.num_streams),
         embedded_width=model.config.hidden_size * len(model.vision.mergers) if model.vision else 0,
     )  # fmt: skip
     runner.vision = VisionEncoder(model.backend, model.vision) if model.vision else None

@@ -218,12 +218,9 @@ def load_draft_model(trunk: Model, checkpoint: Checkpoint) -> DraftModel:
     whole = replace(
         trunk, name=str(path), checkpoint=checkpoint, family=loaded.family, weights=loaded.weights,
         config=loaded.config if heads.num_modules is None else replace(loaded.config, num_mtp=heads.num_modules),
-        decoder=loaded.decoder, tokenizer=tokenizer or trunk.tokenizer, head=None, tower=None, broken_head="",
+        decoder=decoder, tokenizer=tokenizer or trunk.tokenizer, head=None, tower=None, broken_head="",
     )  # fmt: skip
-    draft_model = DraftModel(
-        spec=HeadSpec(kind=DRAFT_MODEL, block=block), modules=(), source=str(path), decoder=decoder,
-        max_length=loaded.config.max_length, whole=whole,
-    )  # fmt: skip
+    draft_model = DraftModel(spec=HeadSpec(kind=DRAFT_MODEL, block=block), modules=(), source=str(path), whole=whole)
     if matching is None:
         assert tokenizer
         own = replace(whole, head=_step_head(whole))

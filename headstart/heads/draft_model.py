@@ -16,7 +16,6 @@ from headstart.errors import ModelError
 from headstart.heads.base import BlockSpec, Head
 from headstart.heads.kind import HeadKind
 from headstart.layers.build import DecoderConfig
-from headstart.layers.decoder import Decoder
 from headstart.text.tokenizer import Tokenizer
 
 MASK_KEYS = ("pard_token", "ptd_token_id")  # as vLLM reads them
@@ -39,11 +38,15 @@ def parallel_block(document: Mapping[str, Any], config: DecoderConfig) -> BlockS
 class DraftModel(Head):
     """A head that is a whole model. Its logits belong to the tokens `draft_token_ids`."""
 
-    decoder: Decoder
-    max_length: int  # context length
     own_ids: NDArray[np.int64] | None = None  # [V] what it reads for each trunk id (engine/matching.py); None: the same
     tokenizers: tuple[Tokenizer, Tokenizer] | None = None  # the trunk's and its own, if drafts are tokenized again
-    whole: Any  # the loaded model (engine.load.Model); `whole.head`: its own head, if it drafts with one
+    whole: Any  # the loaded model (engine.load.Model); its LM head has the rows of `draft_token_ids` only, and
+    # `whole.head` is its own head, if it drafts with one
+
+    @property
+    def max_length(self) -> int:
+        """Context length."""
+        return int(self.whole.config.max_length)
 
 
 HEAD = HeadKind(

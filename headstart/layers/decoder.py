@@ -27,8 +27,10 @@ class SumTaps(tuple[int, ...]):
     __slots__ = ()
 
 
-def tap_width(tap: Tap, hidden_size: int, num_streams: int = 1) -> int:
-    """Columns of a stored hidden state."""
+def tap_width(tap: Tap | None, hidden_size: int, num_streams: int = 1) -> int:
+    """Columns of a stored hidden state; 0 without a tap."""
+    if tap is None:
+        return 0
     return hidden_size * (num_streams if tap == "streams" else max(len(tapped_layers(tap)), 1))
 
 
