@@ -78,16 +78,17 @@ def run(flags: ChatFlags, sampling: SamplingOptions, engine: EngineOptions) -> i
     params = sampling.params(engine.config.seed, llm.chat_sampling)
     stop = (*llm.turn_end, *params.stop)
     session = ChatSession(replace(params, stop=stop), flags.system, reads_images=llm.tower is not None)
-    for text in _read_turns():
-        if text in ENDS:
-            break
-        try:
-            prompt = session.take(text)
-        except UsageError as error:
-            print_error(error.message, error.hint)
-            continue
-        if prompt:
-            _answer(llm, session, prompt)
+    with suppress(EOFError):  # Ctrl-C twice during an answer
+        for text in _read_turns():
+            if text in ENDS:
+                break
+            try:
+                prompt = session.take(text)
+            except UsageError as error:
+                print_error(error.message, error.hint)
+                continue
+            if prompt:
+                _answer(llm, session, prompt)
     return 0
 
 
@@ -117,12 +118,12 @@ def _columns() -> int:
 @contextmanager
 def _catch_ctrl_c() -> Iterator[Callable[[], bool]]:
     """A function that returns whether Ctrl-C was pressed. At a terminal the first Ctrl-C ends the answer after the
-    running step of the engine, the second one ends the chat."""
+    running step of the engine, the second one raises EOFError."""
     pressed: list[int] = []
 
     def record(number: int, frame: object) -> None:
         if pressed:
-            raise KeyboardInterrupt
+            raise EOFError
         pressed.append(number)
 
     if not sys.stdin.isatty():
@@ -176,7 +177,8 @@ def _read_terminal() -> Iterator[str]:
             return
         except KeyboardInterrupt:
             if is_leaving:
-                raise
+                print()
+                return
             is_leaving = True
             print_note("\nCtrl-C again, or /exit, ends the conversation")
             continue

@@ -2,6 +2,7 @@
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from headstart.core import Progress, no_progress
 from headstart.engine.matching import Matching, match
 from headstart.errors import CapacityError, ModelError, UsageError
 from headstart.files import user_path
-from headstart.formats import is_checkpoint, open_checkpoint
+from headstart.formats import open_checkpoint
 from headstart.formats.base import Checkpoint, in_int4, widened
 from headstart.formats.json_object import read_object
 from headstart.formats.quantization import declared_name
@@ -293,25 +294,25 @@ def load_model(
     return model
 
 
-def _check_config(name: str) -> None:
-    """Raises ModelError if no family here runs a config.json without weights: that of a Hub repo, before they are
-    downloaded, or of a directory that has none."""
-    repo = hub.repo_of(name)
-    if hub.is_builtin(name) or (repo and repo.file):
-        return
-    try:
-        file = hub.config_file(name) if repo else user_path(name) / CONFIG
-    except UsageError:  # a repo of GGUF files, or what `resolve` reports
-        return
-    if repo or (file.exists() and not is_checkpoint(file.parent)):
-        find_family(Checkpoint(file, "safetensors", read_object(file), {}, canonical_names=False, name=name))
+def _check_family(config: Path, name: str) -> None:
+    """Raises ModelError if no family here runs the model of a config.json."""
+    find_family(Checkpoint(config, "safetensors", read_object(config), {}, canonical_names=False, name=name))
 
 
 def _open(name: str | None, config: EngineConfig, *, streamed: bool) -> tuple[Checkpoint, Backend]:
-    """The checkpoint, with its headers read, and the backend of `load_model`."""
-    if name is not None:
-        _check_config(name)
-    checkpoint = open_checkpoint(hub.resolve(name))
+    """The checkpoint, with its headers read, and the backend of `load_model`. The family is checked before weights are
+    downloaded, and before missing weights are reported."""
+    repo = hub.repo_of(name) if name is not None else None
+    if name is not None and repo and not repo.file:
+        with suppress(UsageError):  # a repo of GGUF files, or an error that `resolve` reports, too
+            _check_family(hub.config_file(name), name)
+    path = hub.resolve(name)
+    try:
+        checkpoint = open_checkpoint(path)
+    except ModelError:
+        if (path / CONFIG).exists():
+            _check_family(path / CONFIG, str(path))
+        raise
     if config.mmproj is not None:
         checkpoint = replace(checkpoint, projector=user_path(config.mmproj))
     check_format(checkpoint, config)

@@ -506,6 +506,10 @@ def test_as_vllm_has_it() -> None:
             each.chat("the thing")
     with pytest.raises(UsageError, match=r"LLM has no option .max_model_length.*did you mean max_model_len"):
         LLM(MODELS["random"](FAMILY), max_model_length=5)
+    for options in ({"depth": 99}, {"depth": 2, "max_model_len": 10**6}, {"ngram_min": 4, "ngram_max": 3}):
+        with pytest.raises(UsageError, match=f"^{list(options)[-1]} is") as refused:
+            LLM(MODELS["random"](FAMILY), **options)
+        assert "--" not in str(refused.value)
 
 
 def test_a_schema_is_a_constraint() -> None:

@@ -5,6 +5,7 @@ import os
 import pty
 import re
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -13,9 +14,16 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from fake import FakeLLM
 from support import PATIENCE, until
+
+from headstart.api import TextDelta
+from headstart.cli.main import main
+from headstart.core import SamplingParams
 
 PROGRAM = """
 import sys, time
@@ -113,8 +121,22 @@ def test_ctrl_c_ends_an_answer_and_not_the_chat(terminal: Terminal) -> None:
     terminal.wait_for("Ctrl-C again")
     terminal.wait_for("> ")
     terminal.press_ctrl_c()
-    terminal.wait_for("interrupted")
-    assert terminal.process.wait(PATIENCE) == 130
+    assert terminal.process.wait(PATIENCE) == 0
+
+
+def test_ctrl_c_twice_during_an_answer_ends_the_chat(fake_llm: type[FakeLLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(fake_llm):  # type: ignore[misc, valid-type]
+        def stream(self, prompt: Any, params: SamplingParams, **options: Any) -> Iterator[TextDelta]:
+            for delta in super().stream(prompt, params, **options):
+                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)
+                yield delta
+
+    monkeypatch.setattr("headstart.api.LLM", Interrupted)
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("headstart.cli.chat._read_turns", lambda: iter(["Hello", "never read"]))
+    assert main(["chat"]) == 0
+    assert [prompt[-1]["content"] for prompt, *_ in fake_llm.asked] == ["Hello"]
 
 
 @pytest.mark.slow

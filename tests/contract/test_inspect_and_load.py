@@ -172,6 +172,14 @@ def test_an_unknown_config_key_is_refused_in_the_same_words(family: str, tmp_pat
     same_refusal(write_model(tmp_path, {**config, "surprise": 7}, arrays), "surprise is 7")
 
 
+def test_a_missing_or_broken_tokenizer_is_refused_in_the_same_words(tmp_path: Path) -> None:
+    path = write_model(tmp_path, *family_of("llama").tiny())
+    (path / "tokenizer.json").write_text("{")
+    same_refusal(path, "cannot read", "tokenizer.json")
+    (path / "tokenizer.json").unlink()
+    same_refusal(path, "has no tokenizer.json")
+
+
 @pytest.mark.parametrize("name", [name for key, each in DESCRIBED.items() for name in (key, *each.aliases)])
 def test_a_family_that_does_not_run_is_refused_in_the_same_words(name: str, tmp_path: Path) -> None:
     config, arrays = family_of("llama").tiny(model_type=name)

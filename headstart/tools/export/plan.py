@@ -82,9 +82,11 @@ def single_file(tensors: Sequence[Planned], config: dict[str, Any], use: str) ->
 
 
 def check_target(out: Path, force: bool, sources: Sequence[Path] = ()) -> None:
-    """Raises UsageError for a target that exists (without `force`), is not a directory, contains a source, or must
-    never be replaced, such as the home directory or a repository."""
+    """Raises UsageError for a target that exists (without `force`), is not a directory or has the name of a file of
+    weights, contains a source, or must never be replaced, such as the home directory or a repository."""
     target = out.resolve()
+    if out.suffix in (".gguf", ".safetensors"):
+        raise UsageError(f"--out {out} names a file, but a directory is written", f"leave {out.suffix} out")
     for source in sources:
         if target == source.resolve() or target in source.resolve().parents:
             raise UsageError(f"{out} holds the source {source}", "give --out another directory")

@@ -258,6 +258,8 @@ def runs_here(checkpoint: Checkpoint) -> dict[str, Any]:
         sizes = read_config(checkpoint, family)
         if checkpoint.format == "gguf":
             readable(checkpoint.tensors, checkpoint.config)
+        if checkpoint.tensors and checkpoint.path.exists():  # not for a config alone, or a repo's headers
+            checkpoint.load_tokenizer()
     except ModelError as error:
         return {"runs": False, "why": error.message, "fix": error.hint, "widened": wide}
     vision: dict[str, Any] = {}

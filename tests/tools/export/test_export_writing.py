@@ -80,12 +80,12 @@ def test_interrupted(
         assert "interrupted" in capsys.readouterr().err and [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_a_link_or_a_file_is_not_replaced(model: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_only_a_directory_is_written_or_replaced(model: Path, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "file").write_text("x")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    for name in ("file", "link"):
+    for name, why in (("file", "is not a directory"), ("link", "is not a directory"), ("new.gguf", "names a file")):
         assert main(["export", str(model), "-o", str(tmp_path / name), "--force"]) == 2
-        assert "is not a directory" in capsys.readouterr().err
+        assert why in capsys.readouterr().err
 
 
 def test_a_config_with_half_a_character_is_escaped(model: Path, tmp_path: Path) -> None:
