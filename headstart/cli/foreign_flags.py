@@ -1,9 +1,9 @@
 """Commands and flags of other programs (llama.cpp, vLLM, SGLang, Ollama, mlx-lm), with what to type here instead."""
 
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 
 from headstart.cli.parser import Command
+from headstart.errors import did_you_mean
 
 COMMANDS: Mapping[str, str] = {
     "run": "headstart chat MODEL, or headstart generate MODEL --prompt TEXT",
@@ -79,8 +79,7 @@ def command_hint(word: str, commands: Iterable[str]) -> str:
         return "headstart --version"
     if word.startswith("-"):
         return "a command comes first: headstart generate MODEL --prompt TEXT, headstart serve MODEL"
-    near = get_close_matches(word, commands, n=1)
-    return COMMANDS.get(word) or (f"did you mean headstart {near[0]}?" if near else "")
+    return COMMANDS.get(word) or did_you_mean(word, commands)
 
 
 def counterparts(flag: str, command: Command) -> list[str]:

@@ -105,10 +105,10 @@ def adapter_slots(rows: Seq[Rows]) -> Int32 | None:
     return np.repeat(np.array(slots, np.int32), [len(part.token_ids) for part in rows])
 
 
-def whole_sequences_plan(texts: Iterable[Seq[int]], first_position: int = 0, block_size: int = 16) -> StepPlan:
+def whole_sequences_plan(texts: Iterable[Seq[int]], first_position: int = 0) -> StepPlan:
     """One pass over whole texts (token ids) from `first_position` on, each with its own blocks, without logits."""
     parts: list[Rows] = []
-    first_block, params = 0, SamplingParams()
+    block_size, first_block, params = 16, 0, SamplingParams()
     for tokens in texts:
         request = Request(request_id="", prompt_ids=tuple(tokens), params=params, seed=0, stop_ids=frozenset())
         sequence = Sequence(request, 0, list(tokens), 0)

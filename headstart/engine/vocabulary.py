@@ -85,13 +85,11 @@ BATCH = 16  # batch size (or max_num_seqs if smaller) in which a sketch must not
 
 @dataclass(frozen=True)
 class SketchBenchmark:
-    """Size, agreement and time of a sketch, as measured."""
+    """Size and agreement of a sketch, as measured."""
 
     dims: int  # dimensions of the sketch
     count: int  # blocks of tokens computed exactly; 0: the full LM head is better
     agreement: float  # share of equal first choices
-    sketch_s: tuple[float, ...]  # seconds for one row, and for a batch
-    full_s: tuple[float, ...]  # the same of the full LM head
 
 
 def reduced_vocabulary(model: Model, wanted: int | str) -> DraftVocabulary:
@@ -257,7 +255,6 @@ class _SketchBuilder:
         some = np.random.default_rng(0).permutation(self.vocab)[:SAMPLED_ROWS]
         project, spread = sketch_directions(self._rows(some), self.backend.numpy(train), CANDIDATES[-1][0])
         first, full_s = self._measure(self.exact, test)
-        full = SketchBenchmark(0, 0, 1.0, full_s, full_s)
         for dims, count in CANDIDATES:
             if dims >= self.hidden or count * REFINED >= self.vocab:
                 break
@@ -268,14 +265,14 @@ class _SketchBuilder:
                 Path(file.name).replace(self.path)
             sketch = self._sketch(project[:dims], spread[:dims], count)
             guess, seconds = self._measure(sketch, test)
-            benchmark = SketchBenchmark(dims, count, float((guess == first).mean()), seconds, full_s)
+            benchmark = SketchBenchmark(dims, count, float((guess == first).mean()))
             if seconds[0] > MAX_TIME_SHARE * full_s[0] or seconds[-1] > max(MAX_TIME_SHARE, 1) * full_s[-1]:
                 break  # larger sketches cost more, and cost grows with rows unlike the full head's
             if benchmark.agreement >= MIN_AGREEMENT or not check_agreement:
                 return sketch, benchmark
         with contextlib.suppress(OSError):
             self.path.unlink(missing_ok=True)
-        return None, full
+        return None, SketchBenchmark(0, 0, 1.0)
 
     def _sketch(self, project: NDArray[np.float32], spread: NDArray[np.float32], count: int) -> SketchedLinear:
         with self.backend.reading([self.path]):

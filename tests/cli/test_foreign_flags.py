@@ -45,7 +45,7 @@ from headstart.cli import foreign_flags
         ("serve m --rope-scaling {}", "--rope-scaling {} cannot be honoured",
          "the checkpoint's own files decide it: leave it out"),
         ("plan m x y", "Got unexpected extra argument(s) (x y)", "leave them out"),
-        ("inspekt m", "No such command 'inspekt'.", "did you mean headstart inspect?"),
+        ("inspekt m", "No such command 'inspekt'.", "did you mean inspect?"),
         ("probe", "URL is missing", "for example: headstart probe http://localhost:8000"),
     ],
 )  # fmt: skip
