@@ -149,10 +149,10 @@ class _ProgressBar:
 
 
 class _ProgressLines:
-    """A line on stderr every LOG_SECONDS, for logs and pipes."""
+    """A line every LOG_SECONDS, for logs and pipes."""
 
-    def __init__(self, what: str) -> None:
-        self._what = what
+    def __init__(self, what: str, write: Callable[[str], None]) -> None:
+        self._what, self._write = what, write
         self._due = time.monotonic() + LOG_SECONDS
 
     def report(self, done: int, total: int | None, text: str) -> None:
@@ -160,17 +160,17 @@ class _ProgressLines:
             return
         self._due = now + LOG_SECONDS
         with suppress(OSError):  # stderr is closed
-            print_note(f"{text or self._what} ({done}" + (f" of {total})" if total else ")"))
+            self._write(f"{text or self._what} ({done}" + (f" of {total})" if total else ")"))
 
     def stop(self) -> None:
         """Lines need no end."""
 
 
 @contextmanager
-def progress(what: str) -> Iterator[Progress]:
-    """A callback that draws a bar on stderr once the work has taken SLOW_SECONDS, or prints lines if stderr is no
+def progress(what: str, write: Callable[[str], None] = print_note) -> Iterator[Progress]:
+    """A callback that draws a bar on stderr once the work has taken SLOW_SECONDS, or writes lines if stderr is no
     terminal."""
-    bar = _ProgressBar(what) if sys.stderr.isatty() else _ProgressLines(what)
+    bar = _ProgressBar(what) if sys.stderr.isatty() else _ProgressLines(what, write)
     try:
         yield bar.report
     finally:

@@ -21,6 +21,8 @@ from headstart.errors import UsageError
 from headstart.options import OptionGroup, option
 from headstart.server.options import ServerOptions, media_domains
 
+log = logging.getLogger("headstart.server")
+
 if TYPE_CHECKING:
     from headstart.server.app import ServerConfig
     from headstart.server.replicas.group import ReplicaId
@@ -74,12 +76,12 @@ def check_keys(keys: list[str] | None, file: Path | None) -> None:
         Accounts.of(keys or (), file)
 
 
-def log_loading(model: str | None, log_format: str) -> None:
+def log_loading(model: str | None, log_format: str, process: str = "") -> None:
     """Log that the model is being loaded, before modules that take long to import."""
     from headstart.server.process import set_up_logs
 
-    set_up_logs(log_format)
-    logging.getLogger("headstart.server").info("loading %s", model or "the default model")
+    set_up_logs(log_format, process=process)
+    log.info("loading %s", model or "the default model")
 
 
 def with_tuned(model: str | None, config: EngineConfig) -> EngineConfig:
@@ -172,8 +174,7 @@ def _serve_one(
     model: str | None, config: EngineConfig, serving: ServerOptions, replicas: ReplicaOptions, *, may_tune: bool
 ) -> int:
     replica_id = replicas.replica_id
-    if replica_id is None:
-        log_loading(model, serving.log_format)
+    log_loading(model, serving.log_format, replica_id.process if replica_id else "")
     cache_bytes = start_replica(replica_id) if replica_id is not None else None
     if may_tune:
         config = with_tuned(model, config)
@@ -191,7 +192,7 @@ def _serve_one(
         prepare_folder(serving.record)
     serve_config = _server_config(serving, replicas)
     with listening(serve_config.host, serve_config.port) as sockets:  # before the model is loaded
-        with progress("loading") as report_progress:
+        with progress("loading", log.info) as report_progress:
             llm = LLM(model, config, report_progress, cache_bytes=cache_bytes)
             backend = llm.model.backend
             if replica_id is not None and isinstance(backend, CachesWeights) and backend.wrote_weight_cache:

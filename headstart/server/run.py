@@ -35,8 +35,7 @@ def serve(
 
     sockets: from `process.listening`. find_head: returns the path of the head to load on SIGHUP. Raises UsageError if
     another process now listens on the sockets' addresses."""
-    process = "" if config.replica is None else f"replica {config.replica.number}"
-    set_up_logs(config.log_format, config.access_log, process)
+    set_up_logs(config.log_format, config.access_log, config.replica.process if config.replica else "")
     app = app_over(models, config)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     if models.is_fixed:

@@ -1,13 +1,20 @@
 """What the first token waits for: `generate` imports what it needs, and nothing that other commands or models need."""
 
+import json
+import logging
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from support import PATIENCE, until
 
 from headstart import registry
 from headstart.cli import render
+from headstart.cli.main import main
+from headstart.config import EngineConfig
+from headstart.core import Progress
+from headstart.errors import UsageError
 
 HEAVY = {
     "torch", "transformers", "pydantic", "gguf", "yaml", "asyncio", "http.client", "ssl", "rich", "llguidance", "httpx",
@@ -84,3 +91,17 @@ def test_a_log_gets_lines_of_progress(monkeypatch: pytest.MonkeyPatch, capsys: p
         report(1, 2, "weights")
         report(3, None, "")
     assert capsys.readouterr().err == "weights (1 of 2)\nloading (3)\n"
+
+
+def test_progress_of_serve_is_in_the_log(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def load(model: str, config: EngineConfig, progress: Progress, **_: Any) -> None:
+        progress(1, 2, "weights")
+        raise UsageError("enough")
+
+    monkeypatch.setattr(render, "LOG_SECONDS", 0)
+    monkeypatch.setattr("headstart.api.LLM", load)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    assert main(["serve", "m", "--port", "0", "--log-format", "json"]) == 2
+    loading, weights, error = capsys.readouterr().err.splitlines()[:3]
+    assert [json.loads(line)["message"] for line in (loading, weights)] == ["loading m", "weights (1 of 2)"]
+    assert "enough" in error

@@ -71,6 +71,11 @@ class ReplicaId:
     def __str__(self) -> str:
         return f"{self.folder}:{self.number}"
 
+    @property
+    def process(self) -> str:
+        """Name of the process in log lines."""
+        return f"replica {self.number}"
+
     def group(self) -> ReplicaGroup:
         return ReplicaGroup.read(self.folder)
 
