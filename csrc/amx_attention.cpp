@@ -1,6 +1,6 @@
-// Attention over bfloat16 keys and values with AMX tiles: 16 queries of a KV head cost as much as one. Queries and softmax
-// weights are rounded to bfloat16. A row's bits depend on that row only: sums run over chunks of 64 absolute positions in
-// order, and masked positions have weight 0.
+// Attention with AMX tiles: 16 queries of a KV head cost as much as one. Keys and values are bfloat16, or codes of 8 bits
+// that are converted to it. Queries and softmax weights are rounded to bfloat16. A row's bits depend on that row only: sums
+// run over chunks of 64 absolute positions in order, and masked positions have weight 0.
 #include <immintrin.h>
 
 #include "amx.h"
@@ -28,21 +28,26 @@ bool finite(const uint16_t* pairs, int64_t count) { // whether one member of eac
     return all;
 }
 
-struct Attend {
-    explicit Attend(const AttendTask& work) : task(work) {}
+template <Store kStore> struct Attend {
+    static constexpr bool kScaled = is_scaled(kStore);
+
+    explicit Attend(const AttendTask& work) : task(work), read(work.layout) { read.store = Store::BF16; }
     const AttendTask& task;
+    KVLayout read; // of the tiles that products read
     int count = 0;
     int64_t first_query = 0;
     QueryState query_state[kTileQueries];
     int64_t begin[kTileQueries], end[kTileQueries]; // visible positions of this chunk
     const uint8_t *tile[kTiles], *next[kTiles];
+    const float* scale[kTiles]; // kScaled: 16 key scales, then 16 value scales
+    alignas(64) uint8_t wide[kScaled ? kTiles : 1][kScaled ? 64 * kMaxValueDim : 1];
     int tiles = 0, next_tiles = 0;
     alignas(64) uint16_t query[kTileQueries][kMaxValueDim], weight[kTileQueries][kChunk];
     alignas(64) float score[kTileQueries][kChunk], sum[kTileQueries * kMaxValueDim]; // sum: [count][padded_value]
     JoinedSplits whole[kTileQueries];
     alignas(64) uint16_t masked_values[2][16 * kMaxValueDim]; // copies of partly visible value tiles, masked with zeros
 
-    int64_t value_width() const { return task.layout.padded_value(); }
+    int64_t value_width() const { return read.padded_value(); }
     float* sums(int i) { return sum + i * value_width(); }
 
     // Returns false if these queries must be processed one by one (can_share).
@@ -66,6 +71,7 @@ struct Attend {
             tiles = next_tiles;
             std::memcpy(tile, next, sizeof tile);
             next_tiles = find_tiles(task, start + kChunk, extent.end_position, next);
+            if constexpr (kScaled) widen();
             done = step(start);
             if (!done || ((start + kChunk) % kSplit != 0 && start + kChunk < extent.end_position)) continue;
             for (int i = 0; i < count; ++i) end_split(task, first_query + i, start / kSplit, query_state[i], sums(i), whole[i]);
@@ -74,6 +80,16 @@ struct Attend {
         for (int i = 0; done && task.split < 0 && i < count; ++i)
             finish(task, first_query + i, whole[i]);
         return done;
+    }
+
+    // Converts the chunk's tiles, and prefetches the next ones.
+    void widen() {
+        for (int t = 0; t < tiles; ++t) {
+            for (int64_t at = 0; at < task.layout.tile_bytes() && t < next_tiles; at += 64) prefetch(next[t] + at);
+            scale[t] = scales_of(task.layout, tile[t]);
+            widen_tile<kStore>(task.layout, tile[t], wide[t]);
+            tile[t] = wide[t];
+        }
     }
 
     bool step(int64_t start) {
@@ -97,10 +113,10 @@ struct Attend {
 
     // Whether values visible to only some queries are finite: weight 0 times infinity would be NaN.
     bool can_share(int64_t from, int64_t to) const {
-        if (count == 1) return true;
+        if (count == 1 || kScaled) return true; // codes are finite
         for (int64_t p = from; p < to; ++p) {
-            const auto* values = reinterpret_cast<const uint16_t*>(tile[p / 16] + task.layout.values_at());
-            if (!finite(values + task.layout.value_at(p % 16, 0), task.layout.value_dim)) return false;
+            const auto* values = reinterpret_cast<const uint16_t*>(tile[p / 16] + read.values_at());
+            if (!finite(values + read.value_at(p % 16, 0), read.value_dim)) return false;
         }
         return true;
     }
@@ -144,10 +160,13 @@ struct Attend {
         for (int t = 0; t < tiles; ++t) {
             float* at = score[i] + t * 16;
             f32 value = load(at) * splat(task.scale);
+            if (kScaled) value = value * load(scale[t]);
             if (task.bias) value = add_bias(value, each, task.extent, start + t * 16);
             store(at, mask_scores(value, t, begin[i], end[i]));
         }
-        const auto put = [&](int t, f32 weights) __attribute__((always_inline)) { store_bf16(weight[i] + t * 16, weights); };
+        const auto put = [&](int t, f32 weights) __attribute__((always_inline)) {
+            store_bf16(weight[i] + t * 16, kScaled ? scale_weights(weights, scale[t]) : weights);
+        };
         const float shrink = softmax_chunk(score[i], tiles, task.softcap, each, put);
         if (shrink != 1.0f)
             for (int64_t d = 0; d < value_width(); d += 16) store(sums(i) + d, load(sums(i) + d) * splat(shrink));
@@ -156,13 +175,14 @@ struct Attend {
     // The values of tile t. Positions outside first .. last - 1 are zeros (in a copy), because unwritten slots may hold any
     // bits.
     const uint8_t* values_of(int t, int64_t first, int64_t last) {
-        const uint8_t* values = tile[t] + task.layout.values_at();
+        const uint8_t* values = tile[t] + read.values_at();
+        if (kScaled) return values; // finite, and their weights are 0
         if (first <= t * 16 && t * 16 + 16 <= last) return values;
         uint16_t* to = masked_values[first > t * 16 ? 0 : 1];
         std::memcpy(to, values, 16 * value_width() * 2);
         for (int64_t p = 0; p < 16; ++p)
             if (t * 16 + p < first || t * 16 + p >= last)
-                for (int64_t d = 0; d < value_width(); ++d) to[task.layout.value_at(p, d)] = 0;
+                for (int64_t d = 0; d < value_width(); ++d) to[read.value_at(p, d)] = 0;
         return reinterpret_cast<const uint8_t*>(to);
     }
 
@@ -171,7 +191,7 @@ struct Attend {
         const int from = (int)(first / 16), to = (int)((last + 15) / 16);
         const uint8_t* values[kTiles];
         for (int t = from; t < to; ++t) values[t] = values_of(t, first, last);
-        fetch_next(task.layout.values_at(), task.layout.tile_bytes());
+        fetch_next(read.values_at(), read.tile_bytes());
         int64_t d = 0;
         for (; d + 64 <= value_width(); d += 64) {
             _tile_loadd(0, sum + d, stride);
@@ -207,29 +227,27 @@ struct Attend {
     }
 
     void fetch_next(int64_t from, int64_t to) const {
-        for (int t = 0; t < next_tiles; ++t)
+        for (int t = 0; t < next_tiles && !kScaled; ++t) // widen prefetches codes
             for (int64_t at = from; at < to; at += 64) prefetch(next[t] + at);
     }
 };
+
+template <Store kStore> void attend_tiled(const AttendTask& task) {
+    Attend<kStore> attention(task);
+    if (attention.run(task.first_query, (int)task.num_queries)) return;
+    for (int i = 0; i < task.num_queries; ++i) attention.run(task.first_query + i, 1);
+}
 
 } // namespace
 
 void attend(const AttendTask& task) {
     const KVLayout& layout = task.layout;
-    const bool tiled = layout.store == Store::BF16 && layout.head_dim % kStep == 0 && layout.head_dim <= kMaxValueDim;
-    const int64_t most = tiled ? (int64_t)kTileQueries : kMaxQueries, end = task.first_query + task.num_queries;
-    for (int64_t first = task.first_query; first < end; first += most) {
-        const int queries = (int)(end - first < most ? end - first : most);
-        if (tiled) {
-            Attend attention(task);
-            if (attention.run(first, queries)) continue;
-            for (int i = 0; i < queries; ++i) attention.run(first + i, 1);
-            continue;
-        }
-        AttendTask part = task;
-        part.first_query = first;
-        part.num_queries = queries;
-        avx512bf16::kernels().attend(part);
+    if (layout.store == Store::F32 || layout.head_dim % kStep != 0 || layout.head_dim > kMaxValueDim)
+        return avx512bf16::kernels().attend(task);
+    switch (layout.store) {
+    case Store::I8: return attend_tiled<Store::I8>(task);
+    case Store::F8: return attend_tiled<Store::F8>(task);
+    default: return attend_tiled<Store::BF16>(task);
     }
 }
 

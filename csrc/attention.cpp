@@ -72,26 +72,13 @@ template <Store kStore, bool kWidened = false> struct Attend {
     const float* scale[kTiles]; // kScaled: 16 key scales, then 16 value scales
     alignas(64) uint8_t wide[kWidened ? kTiles : 1][kWidened ? 32 * (kMaxKeys + kMaxValueDim) : 1];
 
-    // Converts I8 and F8 tiles to BF16's layout (exact), once for all queries.
+    // Widens the chunk's tiles, once for all queries.
     void widen() {
-        const int64_t dim = task.layout.head_dim, width = task.layout.padded_value(), bytes = task.layout.scales_at();
         for (int t = 0; t < tiles; ++t) {
-            const uint8_t* from = tile[t];
-            for (int64_t at = 0; at < bytes && t < next_tiles; at += 64) prefetch(next[t] + at);
-            uint8_t* to = wide[t];
-            for (int64_t d = 0; d < dim; d += 2, from += 32, to += 64)
-                pair(load_code<kStore>(from), d + 1 < dim ? load_code<kStore>(from + 16) : splat(0.0f), to);
-            from = tile[t] + dim * 16;
-            for (int64_t p = 0; p < 16; p += 2, from += 2 * width)
-                for (int64_t d = 0; d < width; d += 16, to += 64)
-                    pair(load_code<kStore>(from + d), load_code<kStore>(from + width + d), to);
+            for (int64_t at = 0; at < task.layout.scales_at() && t < next_tiles; at += 64) prefetch(next[t] + at);
+            widen_tile<kStore>(task.layout, tile[t], wide[t]);
             tile[t] = wide[t];
         }
-    }
-
-    static void pair(f32 even, f32 odd, uint8_t* to) {
-        const i32 high = splat_int((int32_t)0xffff0000);
-        store(reinterpret_cast<int32_t*>(to), shift_right<16>(as_int(even)) | (as_int(odd) & high));
     }
 
     // Scaled, masked scores of kCount tiles. Also prefetches the next chunk in small steps: too many open requests would
@@ -173,10 +160,7 @@ template <Store kStore, bool kWidened = false> struct Attend {
 
     NOINLINE void softmax_chunk(Query& each) {
         const auto put = [&](int t, f32 weights) __attribute__((always_inline)) {
-            const f32 bare = weights;
-            if (kScaled) weights = weights * load(scale[t] + 16); // the value's scale is applied to its weight
-            // scales of unwritten slots may be NaN
-            if (kWidened) weights = select_less(splat(0.0f), bare, weights, splat(0.0f));
+            if (kScaled) weights = scale_weights(weights, scale[t]);
             if (kPairs<kRead>)
                 store_bf16(each.weight_pairs + t * 16, weights); // 0 for masked positions
             else
@@ -261,8 +245,7 @@ template <Store kStore, bool kWidened = false> struct Attend {
             chunk_start = start;
             std::memcpy(tile, next, sizeof tile);
             next_tiles = find_tiles(task, start + kChunk, extent.end_position, next);
-            for (int t = 0; t < tiles && kScaled; ++t)
-                scale[t] = reinterpret_cast<const float*>(tile[t] + task.layout.scales_at());
+            for (int t = 0; t < tiles && kScaled; ++t) scale[t] = scales_of(task.layout, tile[t]);
             if (kWidened) widen();
             for (int i = 0; i < count; i += kGroup) step_group(query + i, count - i, start);
             if ((start + kChunk) % kSplit != 0 && start + kChunk < extent.end_position) continue;

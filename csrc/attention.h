@@ -40,6 +40,32 @@ template <Store kStore> INLINE void load_items(const uint8_t* p, f32 (&found)[kW
     }
 }
 
+// Converts an I8 or F8 tile to BF16's layout (exact, without the scales).
+INLINE void pair(f32 even, f32 odd, uint8_t* to) {
+    const i32 high = splat_int((int32_t)0xffff0000);
+    store(reinterpret_cast<int32_t*>(to), shift_right<16>(as_int(even)) | (as_int(odd) & high));
+}
+
+template <Store kStore> INLINE void widen_tile(const KVLayout& layout, const uint8_t* from, uint8_t* to) {
+    const int64_t dim = layout.head_dim, width = layout.padded_value();
+    const uint8_t* values = from + dim * 16;
+    for (int64_t d = 0; d < dim; d += 2, from += 32, to += 64)
+        pair(load_code<kStore>(from), d + 1 < dim ? load_code<kStore>(from + 16) : splat(0.0f), to);
+    for (int64_t p = 0; p < 16; p += 2, values += 2 * width)
+        for (int64_t d = 0; d < width; d += 16, to += 64)
+            pair(load_code<kStore>(values + d), load_code<kStore>(values + width + d), to);
+}
+
+// Key scales [16] and value scales [16] of an I8 or F8 tile.
+INLINE const float* scales_of(const KVLayout& layout, const uint8_t* tile) {
+    return reinterpret_cast<const float*>(tile + layout.scales_at());
+}
+
+// Softmax weights times the scales of their values. Scales of unwritten slots may be NaN: there the weight is 0.
+INLINE f32 scale_weights(f32 weights, const float* scales) {
+    return select_less(splat(0.0f), weights, weights * load(scales + 16), splat(0.0f));
+}
+
 INLINE int64_t within_chunk(int64_t offset) { return offset < 0 ? 0 : offset < kChunk ? offset : kChunk; }
 
 // Finds the tiles of positions start .. longest - 1, at most one chunk; returns their number.
