@@ -49,7 +49,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "kv_blocks": (16, 200),
 }  # fmt: skip
 CELLS = pairwise(FACTORS)
-CROWDED = [cell for cell in CELLS if cell["max_num_seqs"] > 1 and cell["kv_blocks"] < 200]
+CROWDED = [cell for cell in CELLS if cell["max_num_seqs"] > 1 and cell["kv_blocks"] < 200 and cell["depth"] > 1]
 """Batches that run out of blocks: constraints are walked forward again after preemption."""
 
 

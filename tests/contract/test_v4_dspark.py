@@ -231,11 +231,14 @@ SETTINGS: Mapping[str, dict[str, Any]] = {
     "chunks": {"max_num_batched_tokens": 7},
     "preempted": {"kv_blocks": 10, "enable_prefix_caching": False},
     "auto": {"depth": "auto", "drafter": "mixed"},
+    "preempted, chunks": {"kv_blocks": 10, "enable_prefix_caching": False, "max_num_batched_tokens": 24},
 }
 
 
-@pytest.mark.parametrize(("backend", "dtype"), [("reference", "float64"), ("native", "float32")])
-@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize(("backend", "dtype", "settings"), [
+    *(("native", "float32", each) for each in SETTINGS),
+    *(("reference", "float64", each) for each in ("batch", "preempted, chunks")),
+])  # fmt: skip
 def test_the_text_is_that_of_plain_decoding(backend: str, dtype: str, settings: str) -> None:
     for temperature in (0.0, 1.0):
         how = {"backend": backend, "dtype": dtype, "depth": BLOCK_SIZE, "block_size": 16, **SETTINGS[settings]}

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -25,16 +26,22 @@ QUICK = ("deepseek_v4", "gemma3", "gemma4", "nemotron_h")
 
 
 @pytest.mark.parametrize(
-    "family", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in support.FAMILIES]
-)
-def test_heads_of_each_kind_are_trained_and_drafted_with(family: str, tmp_path: Path) -> None:
+    ("family", "kinds"),
+    [
+        (name, ("mtp", "eagle3", "block")) if name in QUICK
+        else pytest.param(name, ("mtp", reader), marks=pytest.mark.slow)
+        for name, reader in zip(support.FAMILIES, cycle(("eagle3", "block")), strict=False)
+    ],
+)  # fmt: skip
+def test_heads_of_each_kind_are_trained_and_drafted_with(family: str, kinds: tuple[str, ...], tmp_path: Path) -> None:
+    """Both of EAGLE-3 and block drafters read the outputs of several layers: one of them with each family."""
     model, rng = support.tiny_model(family), np.random.default_rng(0)
     engine_config = EngineConfig(backend="reference", dtype="float64", threads=1)
     texts = rng.integers(0, support.VOCAB - 8, (3, 20)).astype(np.int32)
     examples = [Example("text", text, np.ones(20, np.bool_)) for text in texts]
     requests = [support.request(support.prompt_of(9, 1), stops=(), max_tokens=8)]
     plain = support.run(support.make(model, drafter="none"), requests)
-    for kind in ("mtp", "eagle3", "block"):
+    for kind in kinds:
         frozen_model = make_frozen_model(model, engine_config, kind, 2)
         data = TrainingData(examples[1:], examples[:1], frozen_model.trunk, {}, [])
         options = TrainOptions(
