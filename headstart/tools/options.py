@@ -135,7 +135,7 @@ class BenchFlags(ModelOptions):
     preset: str | None = option("Named load: sharegpt-2500-1500 (80 long requests).")
     scale: float = option("Multiplies the lengths of --preset, --input-tokens.", default=1.0, above=0, max=MAX_COUNT)
     concurrency: tuple[int, ...] = option(
-        "Requests at a time, comma-separated. Default: 1,4,16.", default=(), min=1, max=MAX_COUNT
+        "Requests at a time, comma-separated. Default: 1,4,16; slow models: fewer.", default=(), min=1, max=MAX_COUNT
     )
     rates: tuple[float, ...] = option(
         "Instead: requests per second, at random (Poisson) times.", "--request-rate", default=(), above=0, max=MAX_COUNT

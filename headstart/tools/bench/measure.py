@@ -1,5 +1,6 @@
 """Measurement of one cell: a run of a workload under one load in one mode, and the energy it uses."""
 
+import math
 import random
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Protocol, Self
 
 from headstart.errors import UsageError
@@ -18,6 +20,7 @@ from headstart.tools.bench.workloads import Task, Workload
 
 OFF, AUTO, SERVER = "off", "auto", "server"
 MIN_REQUESTS = 8
+ALONE_TOKENS = 8  # of each answer of the task that estimates the time of a run
 MAX_ERRORS_SHOWN = 3
 Notify = Callable[[], None]
 
@@ -113,6 +116,33 @@ def warm_up(target: BenchTarget, workload: Workload, mode: str) -> None:
     tasks = workload.limited(4).tasks(2)
     target.settle(tasks, mode)
     target.run(tasks, mode, RequestLoad(concurrency=2), lambda: None)
+
+
+@dataclass(frozen=True)
+class TaskTime:
+    """Times of one task that ran alone."""
+
+    num_answers: int
+    prefill_s: float  # to the first tokens of all answers
+    tpot_s: float  # 0: no answer had two tokens
+
+    @property
+    def tokens_per_s(self) -> float:
+        return 1 / self.tpot_s if self.tpot_s else 0.0
+
+    def estimate_seconds(self, num_tasks: int, max_tokens: int, concurrency: int) -> float:
+        """Time of a run. Assumed: a batch of n answers decodes sqrt(n) times as many tokens per second as one."""
+        decode_s = self.num_answers * max_tokens * self.tpot_s / math.sqrt(concurrency)
+        return num_tasks * (self.prefill_s + decode_s)
+
+
+def run_alone(target: BenchTarget, workload: Workload, mode: str) -> TaskTime:
+    """Measures the workload's first task, with answers of at most ALONE_TOKENS."""
+    tasks = workload.limited(ALONE_TOKENS).tasks(1)
+    target.settle(tasks, mode)
+    samples = target.run(tasks, mode, RequestLoad(concurrency=1), lambda: None).samples
+    tpots = [each for sample in samples if (each := sample.tpot_s) is not None]
+    return TaskTime(len(samples), sum(sample.ttft_s for sample in samples), fmean(tpots) if tpots else 0.0)
 
 
 def measure(

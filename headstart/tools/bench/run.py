@@ -24,6 +24,12 @@ INTERRUPTED = "interrupted"
 WARM_CACHE = 0.1  # share of cached prompt tokens above which TTFT no longer measures prefill
 COLD = "start it with --no-enable-prefix-caching to measure prefill"
 MAX_REQUESTS, MAX_TOKENS, MAX_SCALE = 1_000_000, 2**24, 1000  # larger values are typing errors
+PASS_SECONDS = 10.0  # for all loads of a workload once; with the default modes and pairs a minute
+LOADS: tuple[tuple[tuple[int, ...], int | None, int | None], ...] = (
+    ((1, 4, 16), None, None), ((1, 4), 8, 64), ((1, 4), 8, 32), ((1, 4), 4, 16), ((1,), 2, 16), ((1,), 1, 8),
+)  # fmt: skip
+"""Default loads for ever slower models: requests at a time, requests of a run, maximum tokens of an answer. None: two
+requests for each client, at least MIN_REQUESTS; the workload's own maximum."""
 MARKS = (b"headstart-bench", b"<title>headstart bench:")  # identify a document and a report of ours
 
 
@@ -93,9 +99,15 @@ class BenchOptions(BenchFlags):
         seed = self.config.seed or 0
         if self.rates:
             return tuple(measure.RequestLoad(rate=rate, seed=seed) for rate in self.rates)
-        usual = workloads.PRESETS[self.preset].concurrency if self.preset else (1, 4, 16)
+        usual = workloads.PRESETS[self.preset].concurrency if self.preset else LOADS[0][0]
         counts = self.concurrency or [count for count in usual if count <= (self.requests or count)]
         return tuple(measure.RequestLoad(concurrency=count, seed=seed) for count in counts)
+
+    @property
+    def has_load(self) -> bool:
+        """Whether an option says how many requests or tokens a run has."""
+        given = (self.preset, self.concurrency, self.rates, self.requests, self.input_tokens, self.output_tokens)
+        return any(given)
 
     @property
     def num_requests(self) -> int | None:
@@ -126,9 +138,12 @@ class BenchRun:
         self._cells: list[BenchCell] = []
         self._machine = _machine()
         self._created = datetime.now(UTC).isoformat(timespec="seconds")
+        self._load_notes: tuple[str, ...] = ()
 
     def run(self) -> BenchDocument:
         self._warm_up()
+        if not self.options.has_load:
+            self._choose_load()
         try:
             error = self._measure()
         except KeyboardInterrupt:
@@ -188,6 +203,23 @@ class BenchRun:
                 self._progress(0, 1, f"warming up, {mode}")
                 measure.warm_up(target, self._workloads[0], mode)
 
+    def _choose_load(self) -> None:
+        """Takes the first of LOADS that is estimated to need at most PASS_SECONDS, else the last."""
+        alone = measure.run_alone(self._targets[0], self._workloads[0], self._modes[0])
+        for concurrency, requests, tokens in LOADS:
+            counts = [requests or measure.num_requests_for(each) for each in concurrency]
+            longest = tokens or workloads.DEFAULT_TOKENS
+            runs = list(zip(counts, concurrency, strict=True))
+            if sum(alone.estimate_seconds(count, longest, each) for count, each in runs) <= PASS_SECONDS:
+                break
+        self.options = replace(self.options, concurrency=concurrency, requests=requests, output_tokens=tokens)
+        self._workloads = [each.limited(tokens) for each in self._workloads]
+        described = ", ".join(f"{count} with {each} at a time" for count, each in runs)
+        self._load_notes = (
+            f"requests of a run: {described}, answers of at most {longest} tokens, as one request alone has "
+            f"{alone.tokens_per_s:.3g} tokens/s; --concurrency, --requests and --output-tokens set another load",
+        )
+
     def _save(self, error: str) -> BenchDocument:
         """Builds the document of all cells so far and writes it to --out; with an error it counts as incomplete."""
         rows = rows_of(self._cells, price_per_hour=self.options.price_per_hour)
@@ -195,7 +227,7 @@ class BenchRun:
         document = BenchDocument(
             created=self._created, source=source, machine=self._machine,
             settings=_settings(self.options, self._modes, self._workloads), complete=not error, error=error,
-            notes=tuple(_notes(self.options, source, rows, self._cells)), rows=tuple(rows),
+            notes=(*self._load_notes, *_notes(self.options, source, rows, self._cells)), rows=tuple(rows),
             checks=tuple(checks(self._cells)), cells=tuple(self._cells),
         )  # fmt: skip
         if self.options.out:

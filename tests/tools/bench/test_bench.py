@@ -4,7 +4,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Sequence as Seq
+from collections.abc import Callable, Sequence as Seq
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -23,7 +23,7 @@ from headstart.svg import log_ticks, nice_ticks
 from headstart.tools.bench import report, run as bench, summary, workloads
 from headstart.tools.bench.document import BenchCell, BenchDocument, Distribution, DraftCounts, Latency
 from headstart.tools.bench.inprocess import InProcessTarget
-from headstart.tools.bench.measure import EnergyMeter, RequestLoad, measure
+from headstart.tools.bench.measure import AnswerSample, EnergyMeter, RequestLoad, RunOutcome, measure
 from headstart.tools.bench.report import render
 from headstart.tools.bench.run import BenchOptions
 from headstart.tools.bench.summary import compare_documents, cost_per_million, pooled, rows_of
@@ -289,6 +289,56 @@ def measured(headed: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Ben
     report, document = bench.run(options)
     assert report.ok
     return document, folder
+
+
+class Timed:
+    """A target whose runs take no time and report this one."""
+
+    chunked_prefill, is_local, modes, description = True, True, ("off", "auto"), {"model": "m"}
+
+    def __init__(self, ttft_s: float, tpot_s: float) -> None:
+        self.ttft_s, self.tpot_s = ttft_s, tpot_s
+        self.runs: list[tuple[int, int, int | None]] = []  # concurrency, requests, tokens of an answer
+
+    def count_tokens(self, text: str) -> int:
+        return len(text.split())
+
+    def check(self, tasks: Seq[Task]) -> None: ...
+
+    def settle(self, tasks: Seq[Task], mode: str) -> None: ...
+
+    def run(self, tasks: Seq[Task], mode: str, load: RequestLoad, notify: Callable[[], None]) -> RunOutcome:
+        self.runs.append((load.concurrency or 0, len(tasks), tasks[0].max_tokens))
+        samples = [
+            AnswerSample(output_tokens=task.max_tokens, ttft_s=self.ttft_s,
+                         seconds=self.ttft_s + self.tpot_s * (task.max_tokens - 1))
+            for task in tasks
+        ]  # fmt: skip
+        return RunOutcome(samples=samples, seconds=sum(each.seconds for each in samples), speculation=None)
+
+
+@pytest.mark.parametrize(
+    ("ttft_s", "tpot_s", "given", "runs"),
+    [
+        (0.06, 0.003, {}, [(1, 8, 64), (4, 8, 64), (16, 32, 64)]),
+        (0.15, 0.0075, {}, [(1, 8, 64), (4, 8, 64)]),
+        (0.5, 0.025, {}, [(1, 4, 16), (4, 4, 16)]),
+        (60.0, 3.0, {}, [(1, 1, 8)]),
+        (60.0, 3.0, {"output_tokens": 32}, [(1, 8, 32), (4, 8, 32), (16, 32, 32)]),
+        (60.0, 3.0, {"concurrency": (2,)}, [(2, 8, 64)]),
+    ],
+)
+def test_default_load_follows_the_speed(
+    ttft_s: float, tpot_s: float, given: dict[str, Any], runs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = Timed(ttft_s, tpot_s)
+    monkeypatch.setattr(bench, "_targets", lambda *_: iter([target]))
+    report, document = bench.run(BenchOptions(pairs=1, modes=("off",), **given))
+    assert target.runs[-len(runs) :] == runs
+    assert document.settings["loads"] == [f"{concurrency} at a time" for concurrency, *_ in runs]
+    note = f"note: requests of a run: {', '.join(f'{count} with {each} at a time' for each, count, _ in runs)}"
+    said = f"{note}, answers of at most {runs[0][2]} tokens, as one request alone has {1 / tpot_s:.3g} tokens/s"
+    assert any(line.startswith(said) for line in report.lines) == (not given)
 
 
 @pytest.mark.slow
