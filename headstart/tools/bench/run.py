@@ -26,7 +26,8 @@ COLD = "start it with --no-enable-prefix-caching to measure prefill"
 MAX_REQUESTS, MAX_TOKENS, MAX_SCALE = 1_000_000, 2**24, 1000  # larger values are typing errors
 PASS_SECONDS = 10.0  # for all loads of a workload once; with the default modes and pairs a minute
 LOADS: tuple[tuple[tuple[int, ...], int | None, int | None], ...] = (
-    ((1, 4, 16), None, None), ((1, 4), 8, 64), ((1, 4), 8, 32), ((1, 4), 4, 16), ((1,), 2, 16), ((1,), 1, 8),
+    ((1, 4, 16), None, None), ((1, 4), 8, 64), ((1, 4), 8, 32), ((1, 4), 4, 32), ((1, 4), 4, 16), ((1,), 2, 16),
+    ((1,), 1, 8),
 )  # fmt: skip
 """Default loads for ever slower models: requests at a time, requests of a run, maximum tokens of an answer. None: two
 requests for each client, at least MIN_REQUESTS; the workload's own maximum."""
