@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / each) for each in (".", "tests", "tests/contract", "tests/kernels", "tests/kernels/cuda")]
 SPILLED = 16
 """Bytes of a thread outside of its registers that are worth a word."""
-ONE_BY_ONE = {"scatter", "keep", "conv_states", "count", "deal", "choose"}
+ONE_BY_ONE = {"scatter", "keep", "conv_states", "count", "sort_into_tiles", "choose"}
 """Kernels that copy or count: what they give has no rounding, and their tiles may follow the number of rows."""
 
 

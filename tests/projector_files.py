@@ -100,9 +100,7 @@ def write_projector(
     return written(writer, path)
 
 
-def _write_kind(
-    writer: gguf.GGUFWriter, config: dict[str, Any], preparation: dict[str, Any], deep: list[int]
-) -> None:
+def _write_kind(writer: gguf.GGUFWriter, config: dict[str, Any], preparation: dict[str, Any], deep: list[int]) -> None:
     """The keys of a kind of projector."""
     vision, model = config["vision_config"], config["model_type"]
     if model != "gemma4":

@@ -53,9 +53,12 @@ def test_a_group_inside_others(tmp_path: Path) -> None:
     root = host(
         tmp_path,
         {
-            "proc/self/cgroup": "0::/user.slice/run.scope\n", f"{top}/user.slice/run.scope/memory.max": "max\n",
-            f"{top}/user.slice/run.scope/cpu.max": "400000 100000\n", f"{top}/user.slice/memory.max": f"{2 * GIB}\n",
-            f"{top}/user.slice/memory.current": f"{3 * GIB}\n", f"{top}/user.slice/cpu.max": "300000 100000\n",
+            "proc/self/cgroup": "0::/user.slice/run.scope\n",
+            f"{top}/user.slice/run.scope/memory.max": "max\n",
+            f"{top}/user.slice/run.scope/cpu.max": "400000 100000\n",
+            f"{top}/user.slice/memory.max": f"{2 * GIB}\n",
+            f"{top}/user.slice/memory.current": f"{3 * GIB}\n",
+            f"{top}/user.slice/cpu.max": "300000 100000\n",
             f"{top}/memory.max": f"{32 * GIB}\n",
         },
     )

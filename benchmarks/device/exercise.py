@@ -82,7 +82,7 @@ def write_empty(folder: Path, family: str, keys: Mapping[str, Any]) -> Path:
     sizes = {**TINY, **declared.small, **keys, "torch_dtype": "bfloat16"}
     shapes = declared.shapes(declared.read(sizes))
     empty = {at: np.zeros(shape, np.float32) for at, shape in shapes.items()}
-    written = declared.as_written(empty, declared.read(sizes))
+    written = declared.as_published(empty, declared.read(sizes))
     write_model(folder, sizes, {})
     header, end = {}, 0
     for at, array in written.items():

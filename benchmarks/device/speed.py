@@ -205,7 +205,7 @@ def write_random(folder: Path, family: str, keys: Mapping[str, Any]) -> None:
         shape = shapes[name]
         arrays[name] = np.resize(noise * np.float32(shape[-1] ** -0.5), shape)
     begun = time.monotonic()
-    written = declared.as_written(arrays, config)
+    written = declared.as_published(arrays, config)
     write_model(folder, sizes, {name: bfloat16(each) for name, each in written.items()})
     say(f"{folder.name}: {sum(map(np.prod, shapes.values())) / 1e9:.2f}e9 weights in {time.monotonic() - begun:.0f} s")
 

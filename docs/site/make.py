@@ -295,7 +295,7 @@ def serve_outcome(text: str) -> str:
     from headstart.cli.serve import run as serve
     from headstart.errors import UsageError
     from headstart.options import ParseError
-    from headstart.tools.launch.command_line import commands, unpasted
+    from headstart.tools.launch.command_line import commands, plain_typography
     from headstart.tools.launch.translate import find_engine
 
     def outcome(words: list[str]) -> str:
@@ -309,7 +309,7 @@ def serve_outcome(text: str) -> str:
         return "runs"
 
     found = []
-    for tokens in commands(unpasted(text)):
+    for tokens in commands(plain_typography(text)):
         if engine := find_engine(tokens):
             words = [re.sub(r"\$(?:\w+|\{\w+\})", "1", token.value) for token in tokens[engine[1] + 1 :]]
             found.append(outcome(words))

@@ -129,7 +129,7 @@ class KVCacheManager:
             return False
         num_missing = self.blocks_for(num_slots) - len(sequence.block_table)
         if num_missing > self.pool.num_free and self.spill:
-            self.spill.relieve(num_missing)
+            self.spill.free_blocks(num_missing)
         if num_missing > self.pool.num_free:
             return False
         sequence.block_table.extend(self.pool.allocate().index for _ in range(num_missing))

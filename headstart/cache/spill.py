@@ -356,7 +356,7 @@ class KVSpill:
                 if not load.sequences:
                     self._give_up(load)
 
-    def relieve(self, wanted: int) -> None:
+    def free_blocks(self, wanted: int) -> None:
         """Frees blocks held only for saving or loading, until `wanted` are free if possible."""
         pool = self._pool
         self._absorb()

@@ -13,7 +13,7 @@ import numpy as np
 
 from headstart import hub
 from headstart.core import Request, SamplingParams
-from headstart.engine.costs import TRIAL, CostCurve, Costs, CostSamples, undisturbed
+from headstart.engine.costs import TRIAL, CostCurve, Costs, CostSamples, lower_quartile
 from headstart.engine.engine import Engine
 
 MAX_SECONDS = 1.2  # time limit: no step starts later
@@ -118,7 +118,7 @@ def calibrate(engine: Engine) -> Costs:
     if not samples.passes:
         return Costs.unknown()
     add_prompt_pass(samples)
-    drafts = samples.drafts or {1: [0.1 * undisturbed(samples.passes[1])]}
+    drafts = samples.drafts or {1: [0.1 * lower_quartile(samples.passes[1])]}
     costs = Costs(CostCurve.fit(samples.passes), CostCurve.fit(drafts))
     costs.busy = _busy(samples.passes[1])
     run.until = begun + MAX_SECONDS
@@ -136,7 +136,7 @@ def add_prompt_pass(samples: CostSamples) -> None:
         return
     work, seconds = samples.prompts[0]
     if (rows := work.rows + work.prompt_rows) > count:
-        samples.passes[rows] = [min(seconds, undisturbed(samples.passes[count]) * (rows / count) ** GROWTH)]
+        samples.passes[rows] = [min(seconds, lower_quartile(samples.passes[count]) * (rows / count) ** GROWTH)]
 
 
 def _busy(seconds: Seq[float]) -> bool:
@@ -156,7 +156,7 @@ def _measure_long(run: _Run, costs: Costs, short: int) -> None:
     prompts, decoding = run.measure(1, [min(LONG_DEPTH, engine.drafting.max_depth)], length)
     rows, seconds = next(((rows, values) for rows, values in decoding.passes.items()), (0, []))
     if seconds:
-        far = max(0.0, undisturbed(seconds) - costs.passes.at(rows))
+        far = max(0.0, lower_quartile(seconds) - costs.passes.at(rows))
         costs.reach = min(far, MAX_REACH * costs.passes.at(rows)) / (rows * (length - short))
     if prompts.prompts:
         work, taken = prompts.prompts[0]
@@ -219,7 +219,7 @@ def _holds(engine: Engine, costs: Costs) -> bool | None:
     for rows, seconds in measured.passes.items():  # by rows: drafters may draft fewer tokens than requested
         if len(seconds) < STEPS or _busy(seconds):
             return None
-        factors.append(undisturbed(seconds) / costs.passes.at(rows))
+        factors.append(lower_quartile(seconds) / costs.passes.at(rows))
     if not factors:
         return None
     return not costs.busy and max(factors) <= (1 + TOLERANCE) * min(factors)

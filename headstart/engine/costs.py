@@ -19,7 +19,7 @@ MANY = 8
 fewer, computing them counts as part of a draft step."""
 
 
-def undisturbed(seconds: Seq[float]) -> float:
+def lower_quartile(seconds: Seq[float]) -> float:
     """The lower quartile: other processes only ever add time."""
     return sorted(seconds)[len(seconds) // 4]
 
@@ -34,7 +34,7 @@ class CostCurve:
     @classmethod
     def fit(cls, samples: Mapping[int, Seq[float]]) -> Self:
         """Curve through measured points, and on with its last slope (one point: a twentieth of its value)."""
-        points = sorted((count, undisturbed(values)) for count, values in samples.items())
+        points = sorted((count, lower_quartile(values)) for count, values in samples.items())
         counts, seconds = [count for count, _ in points], [value for _, value in points]
         for i in range(1, len(seconds)):  # noise must not make more rows look cheaper
             seconds[i] = max(seconds[i], seconds[i - 1])

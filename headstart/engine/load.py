@@ -41,7 +41,7 @@ from headstart.models.tensors import (
     load_decoder,
     load_vision,
     read_config,
-    untaken,
+    unused_tensors,
 )
 from headstart.text.image_prompt import ImageProcessor
 from headstart.text.images import VisionTower
@@ -148,7 +148,7 @@ def native_head(family: Family, weights: Weights, config: DecoderConfig, source:
     modules = limit_window(kind.modules(drafting, spec, config.hidden_size))
     lm_heads = kind.lm_heads(drafting, spec, config.hidden_size, config.vocab_size)
     weights.used |= drafting.used
-    if extra := untaken(weights, config.num_mtp):
+    if extra := unused_tensors(weights, config.num_mtp):
         log.warning("%s: tensors that this family's head does not have: %s", weights.source, ", ".join(extra))
     return Head(spec, modules, source, lm_heads=lm_heads)
 

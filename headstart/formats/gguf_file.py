@@ -48,12 +48,12 @@ class GgufFile:
 _SIZE = struct.Struct("<Q")
 
 
-class MoreNeeded(Exception):
+class IncompleteHeader(Exception):
     """The header is longer than the given piece of the file."""
 
 
 class _Cursor:
-    """Reads values from `raw`, a file's first bytes. Raises MoreNeeded at its end, ModelError at the file's end."""
+    """Reads values from `raw`, a file's first bytes. Raises IncompleteHeader at its end, ModelError at the file's."""
 
     def __init__(self, path: Path, raw: Bytes, size: int) -> None:
         self.path, self.raw, self.view, self.size, self.at = path, raw, raw.data, size, 0
@@ -66,7 +66,7 @@ class _Cursor:
         if count > self.size - begin:
             raise self.fail(f"the file ends at byte {self.size}, but {count} bytes are wanted at byte {begin}")
         if count > len(self.raw) - begin:
-            raise MoreNeeded
+            raise IncompleteHeader
         self.at += count
         return begin
 
@@ -131,8 +131,8 @@ def read(path: Path) -> GgufFile:
 
 
 def parse(path: Path, raw: Bytes, size: int) -> GgufFile:
-    """Parse `raw`, the first bytes of a file of `size` bytes. Tensors beyond `raw` cannot be read. Raises MoreNeeded if
-    `raw` ends inside the header, ModelError as `read`."""
+    """Parse `raw`, the first bytes of a file of `size` bytes. Tensors beyond `raw` cannot be read. Raises
+    IncompleteHeader if `raw` ends inside the header, ModelError as `read`."""
     cursor = _Cursor(path, raw, size)
     _check_version(cursor)
     num_tensors, num_keys = cursor.scalar("<Q"), cursor.scalar("<Q")

@@ -15,7 +15,7 @@ from headstart.core import Progress
 from headstart.errors import HeadstartError, ModelError, UsageError
 from headstart.formats import gguf, safetensors, safetensors_file
 from headstart.formats.base import Checkpoint, File, Tensor
-from headstart.formats.gguf_file import GgufFile, MoreNeeded, parse
+from headstart.formats.gguf_file import GgufFile, IncompleteHeader, parse
 from headstart.formats.json_object import read_object
 from headstart.formats.safetensors import CONFIG, GENERATION
 from headstart.hub import Repo, hub_errors, is_reachable
@@ -141,7 +141,7 @@ class _Remote:
         while True:
             try:
                 return parse(path, np.frombuffer(first, np.uint8), size)
-            except MoreNeeded:
+            except IncompleteHeader:
                 more = (
                     self._bytes(file, len(first), 3 * len(first))[0]
                     if len(first) <= safetensors_file.MAX_HEADER

@@ -105,7 +105,7 @@ def published_formats() -> list[DrafterFormat]:
 def identify(config: Document, names: Present | None = None) -> DrafterFormat | None:
     """The format of a drafter's config.json; None for a whole model or an unknown format. names: tensors, if known."""
     formats = published_formats()
-    found = next((each for each in formats if _says(config, each)), None)
+    found = next((each for each in formats if _matches(config, each)), None)
     if found is not None or config.get("speculators_model_type") is not None:
         return found
     for rule in (_has_architecture, _has_key, lambda _, each: any(name in (names or ()) for name in each.markers)):
@@ -121,7 +121,7 @@ def identify_bare(config: Document) -> DrafterFormat | None:
     return next((each for each in published_formats() if each.bare and _has(config, each.bare)), None)
 
 
-def _says(config: Document, each: DrafterFormat) -> bool:
+def _matches(config: Document, each: DrafterFormat) -> bool:
     algorithm, kind = config.get("speculators_model_type"), config.get("model_type")
     if each.requires and each.requires in config:
         return True

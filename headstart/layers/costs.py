@@ -34,7 +34,7 @@ class MixerCost:
     splits: int = 1  # most tensor-parallel devices that divide cache or state
     pool_width: int = 0  # elements per position in this engine's pools
 
-    def far_entries(self, context: float) -> float:
+    def entries_before_window(self, context: float) -> float:
         """Entries for positions before the window."""
         return context / self.stride if self.stride else 0.0
 
@@ -42,23 +42,24 @@ class MixerCost:
         """Cached elements of a sequence of `context` positions."""
         if not self.stored:
             return 0.0
-        far = self.far_entries(context) * (self.kv_width + self.index_width)
+        far = self.entries_before_window(context) * (self.kv_width + self.index_width)
         return min(context, self.window) * self.kv_width + far
 
     def entries(self, context: float) -> float:
         """Entries whose keys and values one row reads."""
-        far = self.far_entries(context)
+        far = self.entries_before_window(context)
         return min(context, self.window) + (far if self.top_k is None else min(far, self.top_k))
 
     def read(self, context: float, rows: float) -> float:
         """Cached elements that `rows` rows of one sequence read together. An indexer selects entries per row."""
         selected = self.entries(context) * (1 if self.top_k is None else rows)
-        entries = min(selected, min(context, self.window) + self.far_entries(context))
-        return entries * self.kv_width + self.far_entries(context) * self.index_width
+        entries = min(selected, min(context, self.window) + self.entries_before_window(context))
+        return entries * self.kv_width + self.entries_before_window(context) * self.index_width
 
     def multiply_adds(self, context: float) -> float:
         """Multiply-adds of one row over cached entries, and twice over the recurrent state."""
-        return self.entries(context) * self.entry_work + self.far_entries(context) * self.index_work + 2 * self.state
+        indexed = self.entries_before_window(context)
+        return self.entries(context) * self.entry_work + indexed * self.index_work + 2 * self.state
 
 
 @dataclass(frozen=True, kw_only=True)

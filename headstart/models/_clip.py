@@ -87,7 +87,7 @@ def deep_layers(metadata: Config) -> list[int]:
 def canonical_tensors(file: GgufFile, table: Names) -> dict[str, RawTensor]:
     """The file's tensors under canonical names, those of deep mergers numbered in their order."""
     deep = {layer: i for i, layer in enumerate(deep_layers(file.metadata))}
-    return _upright(dict(_renamed(file, table, deep)))
+    return _swap_misnamed(dict(_renamed(file, table, deep)))
 
 
 def _renamed(file: GgufFile, table: Names, deep: Mapping[int, int]) -> Iterator[tuple[str, RawTensor]]:
@@ -97,7 +97,7 @@ def _renamed(file: GgufFile, table: Names, deep: Mapping[int, int]) -> Iterator[
             yield name, tensor
 
 
-def _upright(tensors: dict[str, RawTensor]) -> dict[str, RawTensor]:
+def _swap_misnamed(tensors: dict[str, RawTensor]) -> dict[str, RawTensor]:
     """Older files call the two matrices of an MLP without a gate by each other's name."""
     norm = tensors.get("vision.layers.0.input_layernorm.weight")
     down = tensors.get("vision.layers.0.mlp.down_proj.weight")

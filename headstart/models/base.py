@@ -119,7 +119,7 @@ class Family:
         """A small random model: config.json and tensors under Hugging Face's names."""
         config = self.tiny_config(**changes)
         sizes = self.read(config)
-        return config, self.as_written(random_arrays(self.shapes(sizes)), sizes)
+        return config, self.as_published(random_arrays(self.shapes(sizes)), sizes)
 
     def shapes(self, config: DecoderConfig) -> Shapes:
         """Canonical names and shapes of a whole checkpoint."""
@@ -137,7 +137,7 @@ class Family:
         layer = config.head_layer
         return replace(self.head, layer=layer, num_modules=config.num_mtp, recycle=recycle, own_lm_head=rows)
 
-    def as_written(self, arrays: Arrays, config: DecoderConfig) -> Arrays:
+    def as_published(self, arrays: Arrays, config: DecoderConfig) -> Arrays:
         """Converts canonical arrays to the names and shapes of Hugging Face's files."""
         if self.restore:
             arrays = self.restore(arrays, config)

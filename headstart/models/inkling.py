@@ -124,7 +124,7 @@ def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool)
             values = np.concatenate((tensor.float32().reshape(-1), np.full(shared, ALWAYS, np.float32)))
             ours[name] = make_tensor(name, values.shape, "F32", values.view(np.uint8))
         elif part == "w13_dn.weight":
-            ours |= _parted(f"{stem}.mlp", tensor)
+            ours |= _deinterleave(f"{stem}.mlp", tensor)
         elif part == "down_proj.weight":
             ours[name] = tensor if scale == 1 else tensor.affine(scale, 0)
         elif match := re.fullmatch(r"(shared_)?experts\.(?:shared_)?(w13|w2)_weight", part):
@@ -142,7 +142,7 @@ def _unstacked(at: str, stack: RawTensor, first: int, both: bool, scale: float) 
     for i in range(stack.shape[0]):
         item = stack.part(i)
         if both:
-            ours |= _parted(f"{at}.{first + i}", item)
+            ours |= _deinterleave(f"{at}.{first + i}", item)
         else:
             ours[f"{at}.{first + i}.down_proj.weight"] = item if scale == 1 else item.affine(scale, 0)
     return ours
@@ -158,7 +158,7 @@ def _num_shared(tensors: Mapping[str, RawTensor], stem: str) -> int:
     return stack.shape[0] if stack else 0
 
 
-def _parted(at: str, both: RawTensor) -> dict[str, RawTensor]:
+def _deinterleave(at: str, both: RawTensor) -> dict[str, RawTensor]:
     """Rows of gate and up by turns -> two matrices."""
     rows = np.arange(0, both.shape[0], 2)
     return {f"{at}.gate_proj.weight": both.take_rows(rows), f"{at}.up_proj.weight": both.take_rows(rows + 1)}

@@ -88,7 +88,7 @@ EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.((?:gate|up|down)_proj\.(?:weight|bi
 STACK = re.compile(r"layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj")
 
 
-def turned_stacks(
+def transposed_experts(
     tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool = False
 ) -> dict[str, RawTensor]:
     """Splits stacks whose experts are transposed, [in, out], into single matrices; rows of gate precede those of up.
@@ -97,7 +97,7 @@ def turned_stacks(
     for name, tensor in tensors.items():
         match = STACK.fullmatch(name)
         part = config.layers[int(match[1])].mlp if match and int(match[1]) < config.num_layers else None
-        if match is None or not isinstance(part, MoEConfig) or tensor.shape[1:] != _turned(config, part, match[2]):
+        if match is None or not isinstance(part, MoEConfig) or tensor.shape[1:] != _transposed(config, part, match[2]):
             ours[name] = tensor
             continue
         for e in range(tensor.shape[0]):
@@ -109,13 +109,13 @@ def turned_stacks(
     return ours
 
 
-def _turned(config: DecoderConfig, part: MoEConfig, kind: str) -> tuple[int, int]:
+def _transposed(config: DecoderConfig, part: MoEConfig, kind: str) -> tuple[int, int]:
     """Shape [in, out] of one transposed expert."""
     return (config.hidden_size, 2 * part.inner) if kind == "gate_up" else (part.inner, config.hidden_size)
 
 
 def stacked_experts(arrays: Arrays, config: DecoderConfig, *, turned: bool = False) -> Arrays:
-    """Arrays with experts stacked, gate above up. turned: experts are transposed, as `turned_stacks` expects them."""
+    """Arrays with experts stacked, gate above up. turned: experts are transposed, as in `transposed_experts`."""
     theirs, experts = grouped_experts(arrays)
     for prefix, parts in experts.items():
         gates, ups, downs = (parts[f"{part}_proj.weight"] for part in ("gate", "up", "down"))

@@ -17,7 +17,7 @@ from headstart.layers.mlp import MLPConfig
 from headstart.layers.moe import MoEConfig
 from headstart.models import keys
 from headstart.models.base import Family
-from headstart.models.joined import stacked_experts, turned_stacks
+from headstart.models.joined import stacked_experts, transposed_experts
 from headstart.models.keys import FULL, Config, flag, number, real
 from headstart.models.names import WRAPPED, Names
 from headstart.models.small import SCRATCH_EXPERTS
@@ -95,7 +95,7 @@ FAMILY = Family(
         parts={".feed_forward.router.": ".mlp.gate.", ".feed_forward.shared_expert.": ".mlp.shared_experts.",
                ".feed_forward.": ".mlp."},
     ),
-    adapt=turned_stacks,
+    adapt=transposed_experts,
     restore=partial(stacked_experts, turned=True),
     interleaved_files=True,
     aliases=("llama4_text",),

@@ -121,8 +121,8 @@ class MTPLayout:
 
     def serves(self, config: Mapping[str, Any]) -> bool:
         """True if the config has this layout (see `requires` and `unless`)."""
-        required = not self.requires or bool(told(config, self.requires))
-        return required and not (self.unless and told(config, self.unless))
+        required = not self.requires or bool(first_value(config, self.requires))
+        return required and not (self.unless and first_value(config, self.unless))
 
 
 DSPARK = MTPLayout(
@@ -139,7 +139,7 @@ DSPARK = MTPLayout(
 """A DSpark drafter (heads/block.py) in place of MTP modules. Families replace the title and the places of tensors."""
 
 
-def told(config: Mapping[str, Any], key: str) -> Any:
+def first_value(config: Mapping[str, Any], key: str) -> Any:
     """The first value of a key that is not zero or empty, in one of PREFIXES; else None."""
     return next(filter(None, (lookup(config, f"{prefix}{key}") for prefix in PREFIXES)), None)
 

@@ -76,12 +76,12 @@ class Names:
         if name.endswith("rotary_emb.inv_freq"):
             return None
         name = strip_wrapper(name)
-        name = _with_parts(name, self._parts_there)
-        return next(_replaced(name, self._there), name)
+        name = _with_parts(name, self._part_rules)
+        return next(_replaced(name, self._prefix_rules), name)
 
     def theirs(self, name: str) -> str:
         """Hugging Face's name of a canonical tensor."""
-        return _with_parts(next((new for new in _replaced(name, self._back) if new), name), self._parts_back)
+        return _with_parts(next((new for new in _replaced(name, self._back) if new), name), self._reverse_part_rules)
 
     @property
     def of_modules(self) -> bool:
@@ -89,7 +89,7 @@ class Names:
         return any(ours and ours.startswith("mtp.") for ours in self.prefixes.values())
 
     @cached_property
-    def _there(self) -> list[Rule]:
+    def _prefix_rules(self) -> list[Rule]:
         return _rules({strip_wrapper(theirs): ours for theirs, ours in [*self.prefixes.items()][::-1]}.items())
 
     @cached_property
@@ -97,11 +97,11 @@ class Names:
         return _rules((ours, theirs) for theirs, ours in self.prefixes.items() if ours is not None)
 
     @cached_property
-    def _parts_there(self) -> list[tuple[re.Pattern[str], str]]:
+    def _part_rules(self) -> list[tuple[re.Pattern[str], str]]:
         return [(_pattern(theirs), ours.replace("{i}", r"\1")) for theirs, ours in self.parts.items()]
 
     @cached_property
-    def _parts_back(self) -> list[tuple[re.Pattern[str], str]]:
+    def _reverse_part_rules(self) -> list[tuple[re.Pattern[str], str]]:
         return [(_pattern(ours), theirs.replace("{i}", r"\1")) for theirs, ours in self.parts.items()]
 
 

@@ -130,7 +130,7 @@ def examine(checkpoint: Checkpoint, weights: Mapping[str, WeightHeader] | None =
     return _as_declared(heads, found.layout, weights, Sizes(config))
 
 
-def examine_alone(
+def check_separate_module(
     found: FoundFamily, config: Mapping[str, Any], weights: Mapping[str, WeightHeader]
 ) -> ModuleCheck | None:
     """The check of a module that is published without its trunk, under the same names as with it. None if its config
@@ -317,7 +317,7 @@ class _LoadCheck:
         """Name -> shape of the modules' tensors in the family's own files, or in GGUF files."""
         outlines: Any = {name: Outline(shape) for name, shape in self.expected.items()}
         if not self.heads.gguf:
-            return {name: each.shape for name, each in self.family.as_written(outlines, self.config).items()}
+            return {name: each.shape for name, each in self.family.as_published(outlines, self.config).items()}
         restored = self.family.restore(outlines, self.config) if self.family.restore else outlines
         restored = {name: each for name, each in restored.items() if not _EXPERT.search(name)}
         shapes: Shapes = {}

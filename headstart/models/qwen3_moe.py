@@ -7,7 +7,7 @@ as [experts, in, out].
 from headstart.layers.build import DecoderConfig
 from headstart.models import _qwen_vision, keys
 from headstart.models.base import Family
-from headstart.models.joined import turned_stacks
+from headstart.models.joined import transposed_experts
 from headstart.models.keys import Config, flag, number
 from headstart.models.names import WRAPPED, Names
 from headstart.models.small import SCRATCH_EXPERTS
@@ -42,7 +42,7 @@ FAMILY = Family(
         "intermediate_size": "used only by dense layers",
     },
     names=Names(WRAPPED),
-    adapt=turned_stacks,
+    adapt=transposed_experts,
     vision=_qwen_vision.VISION,
     aliases=("qwen3moe", *SEEING),
     small={

@@ -110,13 +110,13 @@ class Reading(Mapping[str, Any]):
         """Raises ModelError naming all keys that were not read and may change the model's output. harmless: further
         keys that change nothing -> the reason. where: file name for the error."""
         unread = ((key, value) for part in self._all for key, value in part.items() if key not in self._used)
-        strange = [f"{key} is {quoted(value)}" for key, value in unread if not _says_nothing(key, value, harmless)]
+        strange = [f"{key} is {quoted(value)}" for key, value in unread if not _is_harmless(key, value, harmless)]
         if strange:
             them = "which are" if len(strange) > 1 else "which is"
             raise ModelError(f"{where}: {', '.join(strange)}, {them} not known for {self['model_type']} models", WANTED)
 
 
-def _says_nothing(key: str, value: Any, harmless: Mapping[str, str]) -> bool:
+def _is_harmless(key: str, value: Any, harmless: Mapping[str, str]) -> bool:
     private = key.startswith("_")  # bookkeeping of the program that wrote the file
     known = key in HARMLESS or key in harmless
     neutral = (0,) if key in count_keys() else NEUTRAL.get(key, ())

@@ -58,7 +58,7 @@ def load_decoder(
         tensors = {name: lazy(tensor) for name, tensor in tensors.items()}
     weights = Weights(tensors, backend, str(checkpoint.path), on_take=_counter(tensors, progress))
     decoder = family.build(weights, config)
-    check_taken(weights)
+    check_all_used(weights)
     return LoadedDecoder(family, config, weights, decoder)
 
 
@@ -167,15 +167,15 @@ LEFT: Mapping[str, str] = {
 """Patterns of tensor names that may stay unused -> the reason."""
 
 
-def untaken(weights: Weights, modules: int | None = None) -> list[str]:
+def unused_tensors(weights: Weights, modules: int | None = None) -> list[str]:
     """Names of tensors that no layer has used: of the trunk (modules None), or of the first `modules` MTP modules."""
     left = {name: each for name, each in weights.tensors.items() if name not in weights.used}
     return sorted(name for name, each in left.items() if 0 not in each.shape and not _may_be_left(name, modules))
 
 
-def check_taken(weights: Weights) -> None:
+def check_all_used(weights: Weights) -> None:
     """Raises ModelError for a trunk tensor that no layer has used: the model would compute something else."""
-    left = untaken(weights)
+    left = unused_tensors(weights)
     for name in left:
         if name == "lm_head.weight" and _same(weights.tensors[name], weights.tensors["embed_tokens.weight"]):
             continue

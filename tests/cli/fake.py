@@ -33,7 +33,12 @@ class FakeLLM:
         self.engine = SimpleNamespace(drafting=SimpleNamespace(clear=lambda: None))
 
     def generate(
-        self, prompts: list[Any], params: SamplingParams, *, raw: bool = False, depth: int | None = None,
+        self,
+        prompts: list[Any],
+        params: SamplingParams,
+        *,
+        raw: bool = False,
+        depth: int | None = None,
         images: Any = (),
     ) -> list[Completion]:
         self.asked += [(prompt, params, raw, depth) for prompt in prompts]

@@ -54,8 +54,15 @@ def test_generate_json_is_one_document_of_the_promised_shape(fake_llm: Any, caps
         "seed": 77,
         "usage": {"prompt_tokens": 2, "completion_tokens": 4},
         "speculation": {
-            "method": "mtp", "drafts": 1, "drafted": 3, "accepted": 1, "acceptance_rate": 1 / 3,
-            "acceptance_length": 2.0, "per_position": [1, 0, 0], "forced": 0, "sources": {"": 1},
+            "method": "mtp",
+            "drafts": 1,
+            "drafted": 3,
+            "accepted": 1,
+            "acceptance_rate": 1 / 3,
+            "acceptance_length": 2.0,
+            "per_position": [1, 0, 0],
+            "forced": 0,
+            "sources": {"": 1},
         },
         "timing": {"load_s": 0.1, "ttft_s": 0.01, "decode_s": 0.1, "decode_tokens_per_s": 30.0},
     }
@@ -90,9 +97,7 @@ def test_logprobs_need_json(fake_llm: Any, capsys: Capture) -> None:
     assert not fake_llm.asked
 
 
-def test_a_text_that_a_limit_ended_is_reported(
-    fake_llm: Any, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_a_text_that_a_limit_ended_is_reported(fake_llm: Any, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.setattr("headstart.api.Completion.is_truncated", True)
     assert main(["generate", "-p", "Why?"]) == 0
     assert capsys.readouterr().err.endswith(", cut off by max_tokens or the context length\n")

@@ -114,9 +114,7 @@ def test_its_own_head_saves_passes_and_changes_no_draft(temperature: float) -> N
     passes: list[int] = []
     for head in (None, whole.head):
         own = replace(draft_model, whole=replace(whole, head=head))
-        engine = make(
-            replace(whole, head=own), drafter="draft_model", depth=6, max_num_batched_tokens=24, kv_blocks=18
-        )
+        engine = make(replace(whole, head=own), drafter="draft_model", depth=6, max_num_batched_tokens=24, kv_blocks=18)
         drafter, original = engine.drafting.drafter, engine.runner.run
         passes.append(0)
         drafts.append([])

@@ -125,6 +125,7 @@ def test_threads_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_drafter_cannot_reach_past_the_vocabulary(token: int) -> None:
     """Somebody else's drafter: its ids are checked before a kernel reads by them."""
     llm = LLM(headed_model("mimo"), replace(EngineConfig(**SMALL), depth=2))
+
     def wild(requests: Any) -> None:
         for request in requests:
             request.sequence.draft = Draft([5, token], method="mtp")

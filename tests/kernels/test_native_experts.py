@@ -159,6 +159,7 @@ def test_experts_that_no_row_takes_are_not_touched() -> None:
     found = run_native(backend(threads=2), mixture.code, single_rows(range(2)), x)["mixed"]
     np.testing.assert_array_equal(found, expected)
 
+
 POWERS = np.linspace(0.2, 4.0, 20)
 """Logits of which no two sums of sigmoids are nearly equal, so that arithmetic decides nothing."""
 

@@ -140,6 +140,7 @@ def test_silu_of_extremes(path: str) -> None:
     found = run_native(backend(path), code, single_rows([0]), x)["y"]
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-33)
 
+
 NUM_BLOCKS = 12
 KINDS = ("q", "k", "v")
 

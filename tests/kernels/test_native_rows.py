@@ -331,7 +331,9 @@ def test_plans_are_checked() -> None:
         "a slot is outside": [{"slots": [1, 2, slots]}, {"slots": [-5, 2, 3]}],
         "a position is below 0": [{"positions": [-1, 2, 3]}, {"visible_end": [0, 1, -2]}],
         "outside its blocks or the pool": [
-            {"positions": [14, 15, 32]}, {"visible_end": [14, 15, 32]}, {"block_tables": [[2, NUM_BLOCKS]]},
+            {"positions": [14, 15, 32]},
+            {"visible_end": [14, 15, 32]},
+            {"block_tables": [[2, NUM_BLOCKS]]},
             {"block_tables": [[-1, 2]]},
         ],
         "a logit row is not in the pass": [{"logit_rows": [3]}],

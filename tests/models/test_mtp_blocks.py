@@ -41,7 +41,7 @@ def block_of(family: Family) -> Shapes:
     head = family.head_of(sizes)
     shapes = head_kind(head.kind).shapes(head, sizes.hidden_size)
     outlines: Any = {name: Outline(shape) for name, shape in shapes.items() if name.startswith("mtp.0.block.")}
-    return canonical(family, {name: each.shape for name, each in family.as_written(outlines, sizes).items()})
+    return canonical(family, {name: each.shape for name, each in family.as_published(outlines, sizes).items()})
 
 
 def canonical(family: Family, shapes: Shapes) -> Shapes:

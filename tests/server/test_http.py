@@ -12,6 +12,7 @@ from support import PATIENCE
 pytestmark = pytest.mark.slow  # a server process
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
+
 @pytest.mark.parametrize(("content", "status"), [
     (b"", 400), (b"{", 400), (b"[1]", 400), (b'"x"', 400), (b'{"prompt": "\xff\xfe"}', 400),
     (b'{"prompt": "x", "temperature": NaN}', 400), (b'{"prompt": "x", "temperature": 1e999}', 400),

@@ -47,9 +47,7 @@ def ask(server: Inside, api: str, files: Seq[bytes], text: str = "What is it?", 
     return server.client.post(path, json=body).json()
 
 
-def test_all_apis_say_the_same(
-    family: tuple[LLM, Inside], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_apis_say_the_same(family: tuple[LLM, Inside], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (llm, served), files = family, [CAT, png(1, kind="BMP")]
     answers = {api: ask(served, api, files, max_tokens=24) for api in requests(files, "", model="eye")}
     texts = {api: text_of(api, answer) for api, answer in answers.items()}

@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field
 
 pytestmark = pytest.mark.slow  # a server process
 
+
 class Person(BaseModel):
     """What the text must be."""
 

@@ -173,9 +173,16 @@ def test_text_around_calls(name: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "", "Plain text, no call.\n", "a < b, <tool, </tool_call>, {braces} [1] <｜tool▁sep｜> \n\n<tool_cal",
-        "Use <tool_call> tags: <tool_call>\n</tool_call> <tool_call>{}</tool_call>", '{"answer": 42, "name": "search"}',
-        "[1, 2]", "[", " \n ", "<function=other> <parameter=x>", "<think> is a word here",
+        "",
+        "Plain text, no call.\n",
+        "a < b, <tool, </tool_call>, {braces} [1] <｜tool▁sep｜> \n\n<tool_cal",
+        "Use <tool_call> tags: <tool_call>\n</tool_call> <tool_call>{}</tool_call>",
+        '{"answer": 42, "name": "search"}',
+        "[1, 2]",
+        "[",
+        " \n ",
+        "<function=other> <parameter=x>",
+        "<think> is a word here",
     ],
 )
 def test_no_call(name: str, text: str) -> None:

@@ -107,6 +107,7 @@ def test_confidence_grows_with_the_signs() -> None:
     strong = judged(traces("predictable", accepted=0.9), traces("random", accepted=0.1))
     assert strong.confidence > 0.99 > weak.confidence
 
+
 VLLM = """\
 # TYPE vllm:spec_decode_num_drafts_total counter
 vllm:spec_decode_num_drafts_total{engine="0",model_name="m"} 100.0

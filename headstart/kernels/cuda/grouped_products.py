@@ -97,7 +97,7 @@ class GroupedProducts:
         pairs, owners = (torch.full((n,), -1, dtype=torch.int32, device=device) for n in (tiles * TILE_ROWS, tiles))
         counts, tile = torch.empty(num, dtype=torch.int32, device=device), min(tile_size(size), 1024)
         kernels.count[(num,)](ids, counts, size, TILE=tile)
-        kernels.deal[(num,)](ids, counts, pairs, owners, size, num, TILE=tile, EXPERT_TILE=tile_size(num))
+        kernels.sort_into_tiles[(num,)](ids, counts, pairs, owners, size, num, TILE=tile, EXPERT_TILE=tile_size(num))
         return ExpertTiles(pairs, owners)
 
     def product(

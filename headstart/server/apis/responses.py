@@ -148,7 +148,7 @@ def chat_of(body: ResponsesRequest) -> ChatRequest:
     return as_body(body, chat, ChatRequest)
 
 
-def echo_of(body: ResponsesRequest) -> Json:
+def repeated_members(body: ResponsesRequest) -> Json:
     """Members of a request that its response repeats."""
     document = body.model_dump(by_alias=True, exclude_none=True, include={"tools", "tool_choice", "text", "reasoning"})
     format_ = {"format": {"type": "text"}}
@@ -295,7 +295,7 @@ class ResponseAnswer(ResponseModel):
 @router.post("/v1/responses", responses=ERRORS, response_model=ResponseAnswer)
 async def responses(body: ResponsesRequest, request: Request) -> Response:
     """The next turn of a conversation, as items. Nothing is stored."""
-    return await respond_translated(request, partial(chat_of, body), partial(ResponsesRenderer, echo_of(body)))
+    return await respond_translated(request, partial(chat_of, body), partial(ResponsesRenderer, repeated_members(body)))
 
 
 @router.get("/v1/responses/{name}", responses={400: ERRORS[400]}, include_in_schema=False)

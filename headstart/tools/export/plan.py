@@ -133,7 +133,7 @@ def _is_own(plan: Plan, out: Path) -> bool:
         return False
 
 
-def carry_out(plan: Plan, out: Path, progress: Progress) -> int:
+def write_plan(plan: Plan, out: Path, progress: Progress) -> int:
     """Writes a plan atomically. Returns the bytes in the directory. Raises UsageError if `out` must not be replaced,
     CapacityError if it cannot be written."""
     check_replaced(plan, out)

@@ -3,7 +3,7 @@
 from headstart import registry
 from headstart.core import Progress, Report, no_progress
 from headstart.errors import UsageError
-from headstart.tools.export.plan import carry_out, check_target
+from headstart.tools.export.plan import check_target, write_plan
 from headstart.tools.export.source import Export, ExportRequest
 from headstart.tools.options import ExportOptions
 
@@ -23,7 +23,7 @@ def run(options: ExportOptions, progress: Progress = no_progress) -> Report:
     sources = [request.path, request.find_head()]
     check_target(options.out, True, [each for each in sources if each])
     plan = export(request)
-    size = carry_out(plan, options.out, progress)
+    size = write_plan(plan, options.out, progress)
     use = plan.use.format(out=options.out)
     data = {"out": str(options.out), "to": options.to, "bytes": size, "use": use, "notes": plan.notes, **plan.data}
     notes = [f"note: {note}" for note in plan.notes]

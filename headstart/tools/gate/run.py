@@ -329,11 +329,11 @@ class GateSide:
         """Asks all prompts again, CONCURRENCY at a time; returns all answers."""
         places = asyncio.Semaphore(CONCURRENCY)
 
-        async def among_others(number: int) -> ProbeResponse:
+        async def ask_concurrently(number: int) -> ProbeResponse:
             async with places:
                 return await self._ask(number)
 
-        company = await asyncio.gather(*(among_others(number) for number in self.alone))
+        company = await asyncio.gather(*(ask_concurrently(number) for number in self.alone))
         answers = {
             f"{prompt.case.sampled:d} {prompt.text}": GateAnswer(
                 prompt.kind, prompt.case.sampled, (one.text, other.text), among.text, one.tokens, one.seconds,

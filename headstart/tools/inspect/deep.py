@@ -31,7 +31,7 @@ from headstart.tools.prompts import builtin_prompts, measure_acceptance
 if TYPE_CHECKING:
     from headstart.engine.load import Model
     from headstart.tools.inspect.forced import SavedStates
-    from headstart.tools.inspect.forced_head import Counts, ForcedHead
+    from headstart.tools.inspect.forced_head import Counts, TeacherForcedHead
 
 DEPTHS = (1, 2, 3)
 TOKENS = 40  # longest answer to each prompt
@@ -68,7 +68,7 @@ class MeasuredReading(NamedTuple):
 def _measure_streamed(model: "Model", progress: Progress) -> dict[str, Any]:
     """Measures a model that does not fit into memory: the built-in texts go through it layer by layer."""
     from headstart.tools.inspect.forced import SavedStates, builtin_texts, run_trunk
-    from headstart.tools.inspect.forced_head import ForcedHead, can_force
+    from headstart.tools.inspect.forced_head import TeacherForcedHead, can_force
 
     assert model.head
     if not can_force(model.head):
@@ -76,7 +76,7 @@ def _measure_streamed(model: "Model", progress: Progress) -> dict[str, Any]:
         raise ModelError(f"the model does not fit into memory; {kind} heads are measured with models that do")
     texts = builtin_texts(model)
     saved = SavedStates.of(model, texts)
-    forced = ForcedHead(run_trunk(model, texts, progress, saved))
+    forced = TeacherForcedHead(run_trunk(model, texts, progress, saved))
     depth = min(DEPTHS[-1], model.head.spec.depth_limit)
     progress(0, 1, "measuring acceptance")
     counts = _counts(forced, saved, model.head, "", depth)
@@ -89,7 +89,9 @@ def _measure_streamed(model: "Model", progress: Progress) -> dict[str, Any]:
     return _document(model.head, rows, sum(counts.tries), counts.first(), readings, _best(readings, counts.first()))
 
 
-def _counts(forced: "ForcedHead", saved: "SavedStates | None", head: Head, what: str, depth: int = 1) -> "Counts":
+def _counts(
+    forced: "TeacherForcedHead", saved: "SavedStates | None", head: Head, what: str, depth: int = 1
+) -> "Counts":
     """Counts of drafts with one reading (`what`; empty: as written). `saved` keeps them after an interruption."""
     from headstart.tools.inspect.forced_head import Counts
 
@@ -100,7 +102,7 @@ def _counts(forced: "ForcedHead", saved: "SavedStates | None", head: Head, what:
 
 
 def _measure_readings(
-    model: "Model", forced: "ForcedHead", progress: Progress, saved: "SavedStates | None" = None
+    model: "Model", forced: "TeacherForcedHead", progress: Progress, saved: "SavedStates | None" = None
 ) -> list[MeasuredReading]:
     """First drafts over the same texts with each other reading of an MTP head."""
     from headstart.tools.inspect.readings import mtp_readings
@@ -116,7 +118,7 @@ def _measure_readings(
 def _measure(model: "Model", config: EngineConfig, progress: Progress) -> dict[str, Any]:
     from headstart.api import LLM
     from headstart.tools.inspect.forced import builtin_texts, run_trunk
-    from headstart.tools.inspect.forced_head import ForcedHead
+    from headstart.tools.inspect.forced_head import TeacherForcedHead
 
     assert model.head
     drafter = LLM(model, replace(config, depth=1)).engine.drafting.drafter
@@ -133,22 +135,22 @@ def _measure(model: "Model", config: EngineConfig, progress: Progress) -> dict[s
     every = [tried(depth) for depth in depths]
     if model.head.spec.block:
         every[-1], readings, best = _measure_block_readings(model, config, every[-1], progress)
-        as_written = every[-1]
+        as_published = every[-1]
     elif model.head.spec.kind == "mtp":
-        forced = ForcedHead(run_trunk(model, builtin_texts(model), progress))
-        as_written, readings = forced.counts(model.head).first(), _measure_readings(model, forced, progress)
-        best = _best(readings, as_written)
+        forced = TeacherForcedHead(run_trunk(model, builtin_texts(model), progress))
+        as_published, readings = forced.counts(model.head).first(), _measure_readings(model, forced, progress)
+        best = _best(readings, as_published)
     else:
-        as_written, readings, best = DraftStats(), [], None
+        as_published, readings, best = DraftStats(), [], None
     rows: list[dict[str, Any]] = [
         {"depth": depth, "acceptance_length": stats.acceptance_length, "per_position": _rates(stats)}
         for depth, stats in zip(depths, every, strict=True)
     ]
-    return _document(model.head, rows, sum(stats.emitted for stats in every), as_written, readings, best)
+    return _document(model.head, rows, sum(stats.emitted for stats in every), as_published, readings, best)
 
 
 def _measure_block_readings(
-    model: "Model", config: EngineConfig, as_written: DraftStats, progress: Progress
+    model: "Model", config: EngineConfig, as_published: DraftStats, progress: Progress
 ) -> tuple[DraftStats, list[MeasuredReading], MeasuredReading | None]:
     """(drafts with config.json's settings, with each other setting, with the best if it is better) of a block drafter.
     A difference that may be chance is measured again over longer texts."""
@@ -168,28 +170,28 @@ def _measure_block_readings(
         return measure_acceptance(llm, tokens, lambda: progress(next(done), whole[0], f"measuring acceptance {what}"))
 
     readings = [MeasuredReading(each.what, each.fix, tried(each.spec, f"with {each.what}")) for each in others]
-    best = _best(readings, as_written)
-    if best is None and (likely := [place for place, each in enumerate(readings) if gains(each.stats, as_written)]):
+    best = _best(readings, as_published)
+    if best is None and (likely := [place for place, each in enumerate(readings) if gains(each.stats, as_published)]):
         place = max(likely, key=lambda place: readings[place].stats.acceptance_length)
         whole[0] += 2 * texts
-        as_written = tried(head.spec, "on longer texts", LONGER * TOKENS)
+        as_published = tried(head.spec, "on longer texts", LONGER * TOKENS)
         longer = tried(others[place].spec, f"with {others[place].what}", LONGER * TOKENS)
         readings[place] = readings[place]._replace(stats=longer)
-        best = _best([readings[place]], as_written)
-    return as_written, readings, best
+        best = _best([readings[place]], as_published)
+    return as_published, readings, best
 
 
-def _best(readings: list[MeasuredReading], as_written: DraftStats) -> MeasuredReading | None:
+def _best(readings: list[MeasuredReading], as_published: DraftStats) -> MeasuredReading | None:
     """The best of the readings that draft better than the head as written; None if none does."""
-    better = [each for each in readings if is_better(each.stats, as_written)]
+    better = [each for each in readings if is_better(each.stats, as_published)]
     return max(better, key=lambda each: each.stats.acceptance_length, default=None)
 
 
 def _document(
-    head: Head, rows: list[dict[str, Any]], tokens: int, as_written: DraftStats, readings: list[MeasuredReading],
+    head: Head, rows: list[dict[str, Any]], tokens: int, as_published: DraftStats, readings: list[MeasuredReading],
     best: MeasuredReading | None,
 ) -> dict[str, Any]:  # fmt: skip
-    """The result of `measure`. as_written: drafts of the head without another reading, the baseline of `readings`."""
+    """The result of `measure`. as_published: drafts of the head without another reading, the baseline of `readings`."""
     first = rows[0]["per_position"][0] if rows and rows[0]["per_position"] else 0.0
     return {
         "ran": True,
@@ -201,7 +203,7 @@ def _document(
         "readings": [{"what": each.what, "acceptance_length": each.stats.acceptance_length} for each in readings],
         "better": best and {
             "what": best.what, "fix": best.fix, "acceptance_length": best.stats.acceptance_length,
-            "instead_of": as_written.acceptance_length,
+            "instead_of": as_published.acceptance_length,
         },
     }  # fmt: skip
 
@@ -253,15 +255,15 @@ def other_readings(spec: HeadSpec, num_layers: int, *, ours: bool = False) -> It
         yield reading(what, fix, anchor_predicts=anchor, block_size=drafts)
 
 
-def gains(other: DraftStats, as_written: DraftStats) -> bool:
-    """Returns whether `other` has a longer acceptance length than `as_written` (config.json's setting), by SHARE."""
-    return other.acceptance_length > (1 + SHARE) * as_written.acceptance_length
+def gains(other: DraftStats, as_published: DraftStats) -> bool:
+    """Returns whether `other` has a longer acceptance length than `as_published` (config.json's setting), by SHARE."""
+    return other.acceptance_length > (1 + SHARE) * as_published.acceptance_length
 
 
-def is_better(other: DraftStats, as_written: DraftStats) -> bool:
-    """Returns whether `other` has a significantly longer acceptance length than `as_written`."""
-    gain = other.acceptance_length - as_written.acceptance_length
-    return gains(other, as_written) and gain > ERRORS * math.sqrt(_variance(other) + _variance(as_written))
+def is_better(other: DraftStats, as_published: DraftStats) -> bool:
+    """Returns whether `other` has a significantly longer acceptance length than `as_published`."""
+    gain = other.acceptance_length - as_published.acceptance_length
+    return gains(other, as_published) and gain > ERRORS * math.sqrt(_variance(other) + _variance(as_published))
 
 
 def _variance(stats: DraftStats) -> float:

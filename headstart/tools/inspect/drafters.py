@@ -16,7 +16,7 @@ from headstart.models.expected import ModuleCheck, Slot, compare, require_alike,
 from headstart.models.families import find_mtp_family
 from headstart.models.head_state import HeadState, shape_text, some, tensors, unchecked
 from headstart.models.mtp import MAX_MODULES
-from headstart.models.native_heads import examine_alone
+from headstart.models.native_heads import check_separate_module
 
 MASK_KEYS = ("dflash_config.mask_token_id", "mask_token_id", "dspark_noise_token_id", "ptd_token_id")
 """Config keys of a block drafter's mask token, which stands for a token to be drafted."""
@@ -182,7 +182,7 @@ def _of_family(
     trailing = not found.family.names.of_modules
     layer = f"layers.{Sizes(config).get('layers') or 0}." if trailing else "mtp.0."
     long = {_with_trunk(name, published.of_family, layer, trailing=trailing): name for name in names}
-    module = examine_alone(found, inner, {new: names[name] for new, name in long.items()})
+    module = check_separate_module(found, inner, {new: names[name] for new, name in long.items()})
     if module is None:
         return []
 

@@ -45,7 +45,7 @@ def builtin_texts(model: Model) -> list[list[int]]:
 
 
 @dataclass(eq=False)
-class ForcedTrunk:
+class TeacherForcedTrunk:
     """A trunk's outputs for texts of R tokens together."""
 
     model: Model
@@ -63,7 +63,7 @@ class ForcedTrunk:
 
 def run_trunk(
     model: Model, texts: Seq[Seq[int]], progress: Progress, saved: "SavedStates | None" = None
-) -> ForcedTrunk:
+) -> TeacherForcedTrunk:
     """Runs the model's trunk over texts (token ids). saved: where states are kept for another run."""
     taps = tapped_layers(model.head.spec.tap) if model.head else ()
     backend = model.backend if isinstance(model.backend, StreamedBackend) else StreamedBackend(model.backend)
@@ -83,7 +83,7 @@ def run_trunk(
             saved.write(segment[-1] + 1, state)
     states = layers.end(state)
     best = _argmax(model, backend, states["post_norm"], None)
-    return ForcedTrunk(model, backend, [list(text) for text in texts], plan, states, best)
+    return TeacherForcedTrunk(model, backend, [list(text) for text in texts], plan, states, best)
 
 
 class _Layers:

@@ -16,7 +16,7 @@ from headstart.layers.build import raw_lm_head
 from headstart.layers.decoder import join_pools, tapped_layers
 from headstart.layers.linear import Linear
 from headstart.stats import DraftStats
-from headstart.tools.inspect.forced import BLOCK, Array, ForcedTrunk, unlimited
+from headstart.tools.inspect.forced import BLOCK, Array, TeacherForcedTrunk, unlimited
 
 Ids = NDArray[Any]  # whole numbers
 BRANCH = 2  # blocks of a branch: positions of drafted tokens, and those before them in the first block
@@ -50,10 +50,10 @@ class Counts:
 
 
 @dataclass(eq=False)
-class ForcedHead:
+class TeacherForcedHead:
     """A head at all positions of a trunk's texts. The pair (h_p, t_{p+1}) drafts token p + 2."""
 
-    trunk: ForcedTrunk
+    trunk: TeacherForcedTrunk
 
     def __post_init__(self) -> None:
         texts, starts = self.trunk.texts, self.trunk.plan.row_starts
@@ -109,7 +109,7 @@ class _Steps:
     """The draft steps of one head. Drafts that go on are branches: sequences with the pairs' blocks up to the last
     whole one, and blocks of their own."""
 
-    def __init__(self, forced: ForcedHead, head: Head) -> None:
+    def __init__(self, forced: TeacherForcedHead, head: Head) -> None:
         self.forced, self.head, self.module = forced, head, 0
         self.backend, self._first_block = forced.trunk.backend, int(forced.plan.block_tables.max()) + 1
         slots = BLOCK * (self._first_block + BRANCH * len(forced.rows))

@@ -308,7 +308,7 @@ PASTED = str.maketrans(
 DASHES = re.compile(r"(?<![^\s\\])[\u2010-\u2015\u2212]+-?(?=[A-Za-z])")
 
 
-def unpasted(text: str) -> str:
+def plain_typography(text: str) -> str:
     """Replaces typographic quotes, spaces and dashes by ASCII ones. A backslash between blanks was a line
     continuation and becomes one again."""
     text = DASHES.sub("--", text.translate(PASTED))

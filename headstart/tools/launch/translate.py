@@ -12,7 +12,15 @@ from headstart.core import Report
 from headstart.errors import UsageError
 from headstart.formats.json_object import read_packaged
 from headstart.tools.launch.arguments import Version, check_arguments, parse_version, published, table_for, version_text
-from headstart.tools.launch.command_line import CommandLine, Edit, ShellToken, apply_edits, commands, quoted, unpasted
+from headstart.tools.launch.command_line import (
+    CommandLine,
+    Edit,
+    ShellToken,
+    apply_edits,
+    commands,
+    plain_typography,
+    quoted,
+)
 from headstart.tools.launch.launcher import EngineLauncher, other_engine_hint
 
 OLD_METRICS = {
@@ -46,7 +54,7 @@ class Translation:
 
 def translate_text(text: str, engine_version: str | None, program: str | None) -> Translation:
     """Translates all known commands of a text. Raises UsageError if there is none, or for an unclosed quote."""
-    done = Translation(unpasted(text), engine_version, program)
+    done = Translation(plain_typography(text), engine_version, program)
     if done.text != text:
         done.changes.append("typographic quotes, dashes and blanks -> those of a shell")
     for tokens in commands(done.text):

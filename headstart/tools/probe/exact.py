@@ -324,7 +324,7 @@ class ExactnessTrials:
                     progress(round(min(spent, total)), max(1, round(total)), f"round {number + 1}: {case}")
                     if trial := await self._run_alone(case, number):
                         trials.append(trial)
-                await self._run_in_company(trials, number)
+                await self._run_concurrently(trials, number)
                 if time.monotonic() - begun > total:
                     break
         except EndpointLost as lost:
@@ -390,7 +390,7 @@ class ExactnessTrials:
             one, other = [await self._client.ask(trial.case, trial.prompt, trial.seed) for _ in range(2)]
             self._comparisons.add("again", trial.case, one, other)
 
-    async def _run_in_company(self, trials: list[SoloTrial], number: int) -> None:
+    async def _run_concurrently(self, trials: list[SoloTrial], number: int) -> None:
         """Sends all requests of a round at once, together with filler requests that take longer."""
         client, num_fillers = self._client, max(NUM_CONCURRENT - len(trials), 1)
         prompts = [make_filler(self._seed, number, place) for place in range(num_fillers)]

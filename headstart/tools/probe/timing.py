@@ -167,7 +167,7 @@ def _from_timing(predictable: TimingSummary, random: TimingSummary) -> DraftingV
     """Returns the verdict by times: adds the log-odds of bursts and of faster predictable text."""
     evidence: list[str] = []
     burst = _burst_odds(predictable, random, evidence)
-    pace = _pace_odds(predictable, random, evidence)
+    pace = _latency_odds(predictable, random, evidence)
     if burst is None and pace is None:
         return DraftingVerdict(answer="unknown", source="timing", evidence=evidence)
     chance = 1 / (1 + math.exp(-((burst or 0.0) + (pace or 0.0))))
@@ -193,7 +193,7 @@ def _burst_odds(predictable: TimingSummary, random: TimingSummary, evidence: lis
     return max(-BURST_MAX_ODDS, min(BURST_MAX_ODDS, (size - BURST) / BURST_SCALE))
 
 
-def _pace_odds(predictable: TimingSummary, random: TimingSummary, evidence: list[str]) -> float | None:
+def _latency_odds(predictable: TimingSummary, random: TimingSummary, evidence: list[str]) -> float | None:
     """Returns log-odds of drafting by pace, and appends to `evidence`; None if the time per token is unknown."""
     fast, slow = predictable.ms_per_token, random.ms_per_token
     if not fast or not slow:

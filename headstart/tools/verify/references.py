@@ -20,7 +20,7 @@ from headstart.tools.verify.options import VerifyOptions
 TIE = 1e-3  # scores closer than this are a tie, whose order may depend on float32 rounding
 
 
-class TieReferee:
+class TieChecker:
     """Recomputes single rows with a float64 reference engine, which is loaded at the first difference. `tie`: largest
     difference of scores that rounding can explain; 0: none."""
 
@@ -65,7 +65,7 @@ def compare_transformers(options: VerifyOptions, progress: Progress) -> Report:
     params = SamplingParams(max_tokens=options.max_tokens)
     completions = llm.generate(prompts, params, raw=options.raw)
     reference = _TransformersModel(llm)
-    referee = TieReferee(options.model, options.config)
+    referee = TieChecker(options.model, options.config)
     found: list[dict[str, Any]] = []
     for index, completion in enumerate(completions):
         prompt, ours = completion.prompt_token_ids, completion.token_ids

@@ -30,7 +30,7 @@ from headstart.tools.verify.options import (
     pairwise,
     prompt_seed,
 )
-from headstart.tools.verify.references import TIE, TieReferee, compare_transformers
+from headstart.tools.verify.references import TIE, TieChecker, compare_transformers
 
 PLAIN_CELL = {"depth": 0, "drafter": "none", "batch": 1, "chunk": 512, "cache": False, "preemption": False}
 GRID_SEED = 0  # of the choice of cells; `VerifyOptions.seeds` are those of the texts
@@ -82,7 +82,7 @@ def run(options: VerifyOptions, progress: Progress = no_progress) -> Report:
     runs = _run_all(options, progress)
     excusable = not exact and options.config.dtype != "float64"
     if not exact:  # an exact backend's scores cannot be compared with float64 scores
-        referee = TieReferee(options.model, options.config, TIE if excusable else 0.0)
+        referee = TieChecker(options.model, options.config, TIE if excusable else 0.0)
         for work in runs:
             work.judge_ties(referee)
     return summarize(backend.name, options, runs, excusable)
@@ -207,7 +207,7 @@ class VerificationRun:
         decoded = dict(zip(order, completions, strict=True))
         return [DecodedPrompt(decoded[i].prompt_token_ids, decoded[i].token_ids) for i in range(len(order))]
 
-    def judge_ties(self, referee: TieReferee) -> None:
+    def judge_ties(self, referee: TieChecker) -> None:
         """Sets `margin` and `tie` of each difference except where a text ends. Must run last, since loading the referee
         may change torch's thread count."""
         for each in (each for result in self.results for each in result.differences if each.plain >= 0):

@@ -88,6 +88,7 @@ def test_experts_of_several_types_are_refused_when_loaded(cuda: Any) -> None:
         cuda.prepare(lambda ops, step: {"y": ops.moe(step.hidden, step.hidden, None, mixed, RouterSpec(3, 1))})
     assert raised.value.hint == "use --backend native"
 
+
 LAYERS: dict[str, Any] = {
     "conv": ConvSpec(10, 4),
     "delta": DeltaSpec(2, 4, 6, 5),
@@ -162,6 +163,7 @@ def first_of(plan: StepPlan) -> StepPlan:
     single = plan_of([(int(plan.positions[0]), count)])
     single.states = StateSteps(*parts, told.store_positions[:end], told.store_slots[:end])
     return single
+
 
 SCORES = {
     "ties": (1, np.tile([1.0, 3.0, 0.0, 2.0, 3.0], 4)),

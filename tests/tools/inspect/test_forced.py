@@ -25,7 +25,7 @@ from headstart.heads.base import HeadSpec
 from headstart.tools.graft.describe import FP8_CONFIG, fp8_blocks
 from headstart.tools.inspect import run as inspect
 from headstart.tools.inspect.forced import SavedStates, builtin_texts, run_trunk
-from headstart.tools.inspect.forced_head import ForcedHead
+from headstart.tools.inspect.forced_head import TeacherForcedHead
 
 pytest.importorskip("headstart.kernels.native._native", exc_type=ImportError)
 DEPTH = 3
@@ -96,7 +96,7 @@ def test_streamed_drafts_are_the_engines(name: str) -> None:
     for begin, each, text in zip(trunk.plan.row_starts, asked, texts, strict=False):
         prompt = len(each.prompt_ids)
         assert trunk.best[begin + prompt - 1 : begin + len(text) - 1].tolist() == text[prompt:]
-    forced = ForcedHead(trunk)
+    forced = TeacherForcedHead(trunk)
     drafted: list[dict[int, int]] = [
         dict(zip(pairs.tolist(), tokens.tolist(), strict=True)) for pairs, tokens in forced.drafts(model.head, DEPTH)
     ]

@@ -108,6 +108,7 @@ REFUSED = (
 def test_what_has_no_command_says_a_reason_of_its_own(tried: tuple[Any, Any]) -> None:
     assert not [each for each in tried[1] if not any(reason in each for reason in REFUSED)]
 
+
 FACTS = {"model.type", "model.modules", "device", "head.kind", "head.reduced_vocabulary", "head.max_drafts",
          "adaptive.steps"}  # fmt: skip
 RULES = [(engine, rule) for engine in ENGINES for rule in rules(engine)]

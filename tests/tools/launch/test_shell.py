@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from headstart.errors import UsageError
-from headstart.tools.launch.command_line import commands, quoted, unpasted
+from headstart.tools.launch.command_line import commands, plain_typography, quoted
 from headstart.tools.launch.translate import translate_text
 
 CURRENT = (
@@ -56,7 +56,7 @@ def test_only_the_stale_flag_changes(around: str, outside: str) -> None:
 @settings(max_examples=100, deadline=None)
 def test_any_text_is_read_or_refused(text: str) -> None:
     try:
-        for tokens in commands(unpasted(text)):
+        for tokens in commands(plain_typography(text)):
             for token in tokens:
                 assert 0 <= token.begin < token.end
     except UsageError as error:

@@ -23,7 +23,7 @@ from headstart.errors import UsageError
 from headstart.kernels.backends import reference
 from headstart.tools.verify import run as verify
 from headstart.tools.verify.options import FULL, VerifyOptions, default_drafters, pairwise
-from headstart.tools.verify.references import TIE, TieReferee
+from headstart.tools.verify.references import TIE, TieChecker
 
 FAMILY = "mimo"
 PROMPTS = ("the thing", "an inner ring and the other thing, then nothing", "x")
@@ -262,7 +262,7 @@ def test_margin_is_the_distance_of_two_scores(temperature: float) -> None:
     engine = make(model, drafter="none")
     logits = engine.runner.forward([Span(new_sequence(engine, context), 0, len(context), 1)]).logits[0].numpy()
     best, second = np.argsort(-logits)[:2]
-    judge = TieReferee(str(model.checkpoint.path), EngineConfig(threads=1))
+    judge = TieChecker(str(model.checkpoint.path), EngineConfig(threads=1))
     margin, tie = judge.margin(context, int(best), int(second), params)
     assert not tie
     if temperature == 0:
@@ -280,7 +280,7 @@ def test_equal_scores_are_a_tie(tmp_path: Path) -> None:
     arrays["lm_head.weight"][77] = arrays["lm_head.weight"][33]
     model = str(write_model(tmp_path / "twins", config, arrays))
     for tolerance, expected in ((TIE, True), (0.0, False)):
-        margin, tie = TieReferee(model, EngineConfig(threads=1), tolerance).margin([5, 6], 33, 77, SamplingParams())
+        margin, tie = TieChecker(model, EngineConfig(threads=1), tolerance).margin([5, 6], 33, 77, SamplingParams())
         assert margin == pytest.approx(0, abs=1e-6) and tie is expected
 
 
@@ -295,7 +295,7 @@ def test_float64_excuses_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_margin_at_the_end_of_the_context() -> None:
-    judge = TieReferee(str(tiny_model(FAMILY).checkpoint.path), EngineConfig(threads=1, max_model_len=64))
+    judge = TieChecker(str(tiny_model(FAMILY).checkpoint.path), EngineConfig(threads=1, max_model_len=64))
     margin, _ = judge.margin(prompt_of(63, 0), 5, 6, SamplingParams())
     assert 0 < margin < 50
 
@@ -365,8 +365,8 @@ def test_cells_are_made_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_scores_are_those_of_an_adapter() -> None:
     path, params = tiny_model(FAMILY).checkpoint.path, SamplingParams(temperature=0)
     config = EngineConfig(threads=1, lora=(f"one={random_adapter(path, 1)}",))
-    plain = TieReferee(str(path), EngineConfig(threads=1)).margin([5, 6], 33, 77, params)
-    judge = TieReferee(str(path), config)
+    plain = TieChecker(str(path), EngineConfig(threads=1)).margin([5, 6], 33, 77, params)
+    judge = TieChecker(str(path), config)
     assert judge.margin([5, 6], 33, 77, params) == plain != judge.margin([5, 6], 33, 77, params, "one")
     with pytest.raises(UsageError, match="--lora does not go with --against transformers"):
         verify.run(VerifyOptions(model=str(path), config=config, against="transformers"))

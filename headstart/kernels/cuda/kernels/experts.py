@@ -114,7 +114,7 @@ def count(ids, counts, size, TILE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["size"])
-def deal(ids, counts, pairs, owners, size, num_experts, TILE: tl.constexpr, EXPERT_TILE: tl.constexpr):
+def sort_into_tiles(ids, counts, pairs, owners, size, num_experts, TILE: tl.constexpr, EXPERT_TILE: tl.constexpr):
     """Sort pairs into tiles [tiles, ROWS] of one expert each; owners [tiles]: the expert. Unused entries stay -1. One
     program per expert."""
     expert = tl.program_id(0)

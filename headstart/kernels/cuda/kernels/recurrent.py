@@ -14,7 +14,7 @@ EPSILON = tl.constexpr(1e-6)  # epsilon of the L2 norms of q and k (Ops.gated_de
 
 
 @triton.jit
-def either(new, new_at, kept, kept_at, is_new, inside):
+def select_row(new, new_at, kept, kept_at, is_new, inside):
     """Elements of a new row if is_new, else of a kept row."""
     ours = tl.load(new + new_at, mask=inside & is_new, other=0.0)
     return tl.where(is_new, ours, tl.load(kept + kept_at, mask=inside & (is_new == 0), other=0.0))
@@ -33,7 +33,7 @@ def input_of(at, x, states, kept, first, replayed, own, read, num_kept, channel,
     """Input of a convolution `at` rows after the state; at < 0: an input stored in the state."""
     row = (first + at - replayed).to(tl.int64)
     kept_row = own * num_kept + at
-    value = either(x, row * CHANNELS + channel, kept, kept_row * CHANNELS + channel, at >= replayed,
+    value = select_row(x, row * CHANNELS + channel, kept, kept_row * CHANNELS + channel, at >= replayed,
                    inside & (at >= 0))  # fmt: skip
     before = (read * (WIDTH - 1) + WIDTH - 1 + at) * CHANNELS + channel
     return tl.where(at < 0, tl.load(states + before, mask=inside & (at < 0) & (read >= 0), other=0.0), value)
@@ -104,11 +104,11 @@ def delta_step(
     row, kept_row = (first + t - replayed).to(tl.int64), (kept_first + t) * width
     q_at, v_at = key_head * KEY_DIM + k, 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + v
     k_at = KEY_HEADS * KEY_DIM + q_at
-    query = either(qkv, row * channels + q_at, kept, kept_row + q_at, is_new, is_k)
-    key = either(qkv, row * channels + k_at, kept, kept_row + k_at, is_new, is_k)
-    value = either(qkv, row * channels + v_at, kept, kept_row + v_at, is_new, is_v)
-    decay = either(log_decay, row * HEADS + head, kept, kept_row + channels + head, is_new, head >= 0)
-    power = either(strength, row * HEADS + head, kept, kept_row + channels + HEADS + head, is_new, head >= 0)
+    query = select_row(qkv, row * channels + q_at, kept, kept_row + q_at, is_new, is_k)
+    key = select_row(qkv, row * channels + k_at, kept, kept_row + k_at, is_new, is_k)
+    value = select_row(qkv, row * channels + v_at, kept, kept_row + v_at, is_new, is_v)
+    decay = select_row(log_decay, row * HEADS + head, kept, kept_row + channels + head, is_new, head >= 0)
+    power = select_row(strength, row * HEADS + head, kept, kept_row + channels + HEADS + head, is_new, head >= 0)
     query = tl.div_rn(query, tl.sqrt_rn(tl.sum(query * query, axis=0) + EPSILON)) * KEY_DIM**-0.5
     key = tl.div_rn(key, tl.sqrt_rn(tl.sum(key * key, axis=0) + EPSILON))
     state = state * tl.exp(decay)
@@ -166,10 +166,10 @@ def scan_step(
     row, kept_row = (first + t - replayed).to(tl.int64), (kept_first + t) * (channels + HEADS)
     x_at, b_at = head * DIM + p, inner + group * STATE + n
     c_at = b_at + GROUPS * STATE
-    x = either(xbc, row * channels + x_at, kept, kept_row + x_at, is_new, is_p)
-    b = either(xbc, row * channels + b_at, kept, kept_row + b_at, is_new, is_n)
-    c = either(xbc, row * channels + c_at, kept, kept_row + c_at, is_new, is_n)
-    step = either(steps, row * HEADS + head, kept, kept_row + channels + head, is_new, head >= 0)
+    x = select_row(xbc, row * channels + x_at, kept, kept_row + x_at, is_new, is_p)
+    b = select_row(xbc, row * channels + b_at, kept, kept_row + b_at, is_new, is_n)
+    c = select_row(xbc, row * channels + c_at, kept, kept_row + c_at, is_new, is_n)
+    step = select_row(steps, row * HEADS + head, kept, kept_row + channels + head, is_new, head >= 0)
     state = state * tl.exp(rate * step) + b[:, None] * (x * step)[None, :]
     read = tl.sum(state * c[:, None], axis=0) + skip * x
     tl.store(out + row * inner + x_at, read, mask=is_p & is_new)

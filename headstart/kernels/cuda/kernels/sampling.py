@@ -189,7 +189,7 @@ def key_of(score):
 
 
 @triton.jit
-def cooled(scores, row, begin, width, stride, temperature, TILE: tl.constexpr):
+def scaled_scores(scores, row, begin, width, stride, temperature, TILE: tl.constexpr):
     """(columns, which of them exist, score / temperature) of a tile."""
     column = begin + tl.arange(0, TILE)
     inside = column < width
@@ -198,7 +198,7 @@ def cooled(scores, row, begin, width, stride, temperature, TILE: tl.constexpr):
 
 
 @triton.jit
-def survives(key, column, inside, least, cut, last):
+def is_kept(key, column, inside, least, cut, last):
     """Which tokens remain: key >= least, and key > cut or (key == cut and column <= last)."""
     return inside & (key >= least) & ((key > cut) | ((key == cut) & (column <= last)))
 
@@ -211,9 +211,9 @@ def measured(
     """[WAYS]: the number of remaining scores with keys >= each bound; WEIGHED: their mass."""
     total = tl.zeros((WAYS,), tl.int64)
     for begin in range(0, width, TILE):
-        column, inside, value = cooled(scores, row, begin, width, stride, temperature, TILE)
+        column, inside, value = scaled_scores(scores, row, begin, width, stride, temperature, TILE)
         key = key_of(value)
-        has = survives(key, column, inside, least, cut, last)
+        has = is_kept(key, column, inside, least, cut, last)
         size = has.to(tl.int64)
         if WEIGHED:
             size = tl.where(has, mass(tl.where(has, value - best, 0.0).to(tl.float32)), 0)
@@ -250,9 +250,9 @@ def last_tie(
     0. `before` counts the scores with higher keys."""
     found = tl.full((), -1, tl.int32)
     for begin in range(0, width, TILE):
-        column, inside, value = cooled(scores, row, begin, width, stride, temperature, TILE)
+        column, inside, value = scaled_scores(scores, row, begin, width, stride, temperature, TILE)
         key = key_of(value)
-        is_tie = survives(key, column, inside, least, cut, last) & (key == at)
+        is_tie = is_kept(key, column, inside, least, cut, last) & (key == at)
         size = is_tie.to(tl.int64)
         if WEIGHED:
             size = tl.where(is_tie, mass(tl.where(is_tie, value - best, 0.0).to(tl.float32)), 0)
@@ -311,14 +311,14 @@ def noisy(
     temperature = tl.load(reals + TEMPERATURE * num_rows + row)
     is_greedy = temperature < GREEDY_BELOW
     temperature = tl.where(is_greedy, 1.0, temperature)
-    column, inside, value = cooled(scores, row, tile * TILE, width, stride, temperature, TILE)
+    column, inside, value = scaled_scores(scores, row, tile * TILE, width, stride, temperature, TILE)
     alive = inside & (value == value)
     if LIMITED:
         key = key_of(value)
         cut, last = tl.load(cuts + num_rows + row), tl.load(lasts + row)
-        alive = survives(key, column, alive, tl.load(cuts + row), cut, last)
+        alive = is_kept(key, column, alive, tl.load(cuts + row), cut, last)
         cut, last = tl.load(cuts + 2 * num_rows + row), tl.load(lasts + num_rows + row)
-        alive = survives(key, column, alive, LOWEST, cut, last)
+        alive = is_kept(key, column, alive, LOWEST, cut, last)
     value = tl.where(alive, value, NOTHING)
     best = highest(peaks, row, num_tiles, TILES) / temperature
     if (is_greedy == 0) & (tl.max(value, axis=0) + GUMBEL_MAX >= best + GUMBEL_MIN):
