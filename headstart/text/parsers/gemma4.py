@@ -31,22 +31,13 @@ class Gemma4Parser(MarkedToolParser):
 
     def _object(self, sink: Sink, depth: int) -> Steps[None]:
         """Read an object after its opening brace, and emit it as JSON."""
-        sink("{")
-        yield from self._closed("}", sink, self._members(sink, depth))
 
-    def _members(self, sink: Sink, depth: int) -> Steps[None]:
-        between = ""
-        while True:
-            yield from self._skip_space()
-            if (yield from self._accept("}")):
-                break
+        def read_member(separator: str) -> Steps[None]:
             key = yield from self._read_key()
-            sink(between + json.dumps(key, ensure_ascii=False) + ": ")
-            between = ", "
+            sink(separator + json.dumps(key, ensure_ascii=False) + ": ")
             yield from self._value(sink, depth)
-            yield from self._skip_space()
-            if (yield from self._expect(",", "}")) == "}":
-                break
+
+        yield from self._items("{}", "}", sink, read_member)
 
     def _read_key(self) -> Steps[str]:
         if (yield from self._accept(_QUOTE)):
@@ -72,23 +63,13 @@ class Gemma4Parser(MarkedToolParser):
         elif opened == "{":
             yield from self._object(sink, depth - 1)
         elif opened:
-            sink("[")
-            yield from self._closed("]", sink, self._elements(sink, depth - 1))
+            yield from self._items("[]", "]", sink, lambda separator: self._element(separator, sink, depth - 1))
         else:
             yield from self._scalar_value(sink)
 
-    def _elements(self, sink: Sink, depth: int) -> Steps[None]:
-        between = ""
-        while True:
-            yield from self._skip_space()
-            if (yield from self._accept("]")):
-                break
-            sink(between)
-            between = ", "
-            yield from self._value(sink, depth)
-            yield from self._skip_space()
-            if (yield from self._expect(",", "]")) == "]":
-                break
+    def _element(self, separator: str, sink: Sink, depth: int) -> Steps[None]:
+        sink(separator)
+        yield from self._value(sink, depth)
 
     def _scalar_value(self, sink: Sink) -> Steps[None]:
         parts: list[str] = []

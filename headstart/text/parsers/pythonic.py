@@ -78,33 +78,22 @@ class PythonCallParser(ToolParser):
             yield from self._quoted(sink)
         elif first in _CLOSER and depth:
             self._position += 1
-            yield from self._items(first, sink, depth - 1)
+            yield from self._list_or_map(first, sink, depth - 1)
         else:
             yield from self._word(sink)
 
-    def _items(self, opened: str, sink: Sink, depth: int) -> Steps[None]:
-        is_map = opened == "{"
-        sink("{" if is_map else "[")
-        yield from self._closed("}" if is_map else "]", sink, self._inside(_CLOSER[opened], is_map, sink, depth))
-
-    def _inside(self, closer: str, is_map: bool, sink: Sink, depth: int) -> Steps[None]:
-        between = ""
-        while True:
-            yield from self._skip_space()
-            if (yield from self._accept(closer)):
-                break
-            if is_map:
+    def _list_or_map(self, opened: str, sink: Sink, depth: int) -> Steps[None]:
+        def read_item(separator: str) -> Steps[None]:
+            if opened == "{":
                 key: list[str] = []
                 yield from self._quoted(key.append)
                 yield from self._skip_space()
                 yield from self._expect(":")
-                between += "".join(key) + ": "
-            sink(between)
-            between = ", "
+                separator += "".join(key) + ": "
+            sink(separator)
             yield from self._value(sink, depth)
-            yield from self._skip_space()
-            if (yield from self._expect(",", closer)) == closer:
-                break
+
+        yield from self._items("{}" if opened == "{" else "[]", _CLOSER[opened], sink, read_item)
 
     def _quoted(self, sink: Sink) -> Steps[None]:
         quote = yield from self._expect('"', "'")

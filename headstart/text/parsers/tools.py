@@ -11,7 +11,7 @@ One newline before a call's opening marker belongs to the format, not to the con
 import json
 import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 from headstart.text.parsers.stream import Arguments, EndOfText, JsonValueParser, Mismatch, Sink, Steps, ToolCall
@@ -148,16 +148,27 @@ class ToolParser(JsonValueParser):
                 self._announce(self._called)
             self._arguments(each)
 
-    def _closed(self, closer: str, sink: Sink, inner: Steps[None]) -> Steps[None]:
-        """Run `inner`, which reads the inside of an object or array, then emit `closer`, also after a Mismatch."""
+    def _items(self, brackets: str, end: str, sink: Sink, read_item: Callable[[str], Steps[None]]) -> Steps[None]:
+        """Read items separated by commas, up to `end`, and emit them between `brackets`; the second one also after a
+        Mismatch. read_item: reads and emits an item, after the separator in its argument."""
+        sink(brackets[0])
+        separator = ""
         try:
-            yield from inner
+            while True:
+                yield from self._skip_space()
+                if (yield from self._accept(end)):
+                    break
+                yield from read_item(separator)
+                separator = ", "
+                yield from self._skip_space()
+                if (yield from self._expect(",", end)) == end:
+                    break
         except EndOfText:
             raise
         except Mismatch:
-            sink(closer)
+            sink(brackets[1])
             raise
-        sink(closer)
+        sink(brackets[1])
 
     def _next(self, *literals: str) -> Steps[str]:
         """Read white space and one of `literals`; returns it. If none follows, reads nothing and returns ""."""
