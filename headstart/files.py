@@ -5,6 +5,7 @@ same name removes temporary files that a killed process has left.
 """
 
 import errno
+import hashlib
 import os
 import re
 import secrets
@@ -49,6 +50,15 @@ def read_text(path: str | Path, hint: str, flag: str = "") -> str:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UsageError(f"{flag and flag + ': '}cannot read {path}: {reason}", hint) from None
+
+
+def content_digest(files: Iterable[Path]) -> str:
+    """SHA-256 over the files' contents, in this order, whatever their paths. Raises OSError."""
+    total = hashlib.sha256()
+    for path in files:
+        with path.open("rb") as file:
+            total.update(hashlib.file_digest(file, "sha256").digest())
+    return total.hexdigest()
 
 
 def write_atomic(path: Path, content: str | bytes | memoryview) -> None:

@@ -235,9 +235,9 @@ def _padded(values: Seq[float], floor: float | None) -> tuple[float, float]:
     return (low - margin if floor is None else floor), high + margin
 
 
-def nice_ticks(low: float, high: float, count: int = 6) -> list[float]:
-    """Round numbers from `low` to `high`, about `count` of them."""
-    raw = (high - low) / count
+def nice_ticks(low: float, high: float) -> list[float]:
+    """Round numbers from `low` to `high`, about six of them."""
+    raw = (high - low) / 6
     power = 10 ** math.floor(math.log10(raw))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw * 0.999)
     first = math.ceil(low / step - 1e-9)

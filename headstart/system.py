@@ -156,6 +156,9 @@ def add_signal_handler(loop: "asyncio.AbstractEventLoop", number: int, work: Cal
         signal.signal(number, lambda *_: loop.call_soon_threadsafe(work))
 
 
+STOP_SECONDS = 20.0  # between an interrupt and the end of a process group
+
+
 def end_process_group(process: "subprocess.Popen[bytes]", *, kill: bool) -> bool:
     """Interrupt or kill a process with a session of its own, and its children. False if there are none. On Windows
     only the process itself."""
@@ -169,16 +172,17 @@ def end_process_group(process: "subprocess.Popen[bytes]", *, kill: bool) -> bool
     return True
 
 
-def stop_process_group(process: "subprocess.Popen[bytes]", seconds: float) -> None:
-    """Interrupt a process with a session of its own, and its children; kill them if it does not end in time."""
+def stop_process_group(process: "subprocess.Popen[bytes]", seconds: float = STOP_SECONDS) -> None:
+    """Interrupt a process with a session of its own, and its children. Kill them after `seconds`, and children that are
+    left when the process has ended."""
     import subprocess  # slow to import
 
-    end_process_group(process, kill=False)
-    try:
-        process.wait(seconds)
-    except subprocess.TimeoutExpired:
-        end_process_group(process, kill=True)
-        process.wait()
+    for kill in (False, True):
+        if not end_process_group(process, kill=kill):
+            break
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+    process.wait()
 
 
 def supports_escapes(stream: TextIO) -> bool:
@@ -187,10 +191,10 @@ def supports_escapes(stream: TextIO) -> bool:
     return stream.isatty() and known
 
 
-def lower_priority(by: int) -> None:
+def lower_priority() -> None:
     """Lower the priority of this process. Does nothing on Windows."""
     if sys.platform != "win32":
-        os.nice(by)
+        os.nice(5)
 
 
 def run_in_fork(work: Callable[[], None]) -> int:

@@ -25,7 +25,7 @@ from headstart.engine.runner import Runner
 from headstart.engine.vision import VisionEncoder
 from headstart.engine.vocabulary import can_sketch, find_sketch, num_exact, reduced_vocabulary
 from headstart.errors import ModelError, UsageError
-from headstart.files import read_text, user_path
+from headstart.files import content_digest, read_text, user_path
 from headstart.heads.draft_model import DraftModel
 from headstart.heads.kind import head_kind
 from headstart.layers.decoder import tap_width
@@ -327,18 +327,15 @@ def _head_name(model: Model, handle: NetworkHandle) -> list[object]:
 
 
 def files_digest(files: Iterable[Path]) -> str:
-    """SHA-256 over the files' contents, in this order, whatever their paths. Cached until the files change."""
+    """`content_digest` of the files, cached until they change."""
     files = list(files)
     record = hub.record_path(DIGESTS, {"files": hub.file_stamps(files)})
     with suppress(OSError, ValueError, KeyError, TypeError):
         return str(json.loads(record.read_bytes())["digest"])
-    digest = hashlib.sha256()
-    for path in files:
-        with path.open("rb") as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
+    digest = content_digest(files)
     with suppress(OSError):  # works without a writable cache, too
-        hub.save_record(record, {"digest": digest.hexdigest()})
-    return digest.hexdigest()
+        hub.save_record(record, {"digest": digest})
+    return digest
 
 
 def _digest(content: object) -> str:

@@ -4,7 +4,6 @@ An adapter adds scale * B A to matrices of a model (Hu et al. 2021, "LoRA", sect
 rank-stabilized adapters alpha / sqrt(rank) (Kalajdzievski 2023, "A Rank Stabilization Scaling Factor").
 """
 
-import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +16,7 @@ from numpy.typing import NDArray
 
 from headstart.core import LoraFactors
 from headstart.errors import ModelError
-from headstart.files import user_path
+from headstart.files import content_digest, user_path
 from headstart.formats import gguf, gguf_file, gguf_names, pickled, safetensors_file
 from headstart.formats.base import Tensor
 from headstart.formats.json_object import read_object
@@ -255,12 +254,8 @@ def _not_empty(tensors: dict[str, LowRank], file: Path) -> dict[str, LowRank]:
     return tensors
 
 
-def _digest(*files: Path) -> str:
-    total = hashlib.sha256()
-    for file in files:
-        with file.open("rb") as stream:
-            total.update(hashlib.file_digest(stream, "sha256").digest())
-    return total.hexdigest()[:32]
+def _digest(*paths: Path) -> str:
+    return content_digest(paths)[:32]
 
 
 def names_of(tensors: Iterable[str]) -> str:

@@ -43,7 +43,7 @@ class ImageLimits:
 def main() -> None:
     """Answer requests until the pipe is closed."""
     requests, replies = child_pipes()
-    system.lower_priority(5)
+    system.lower_priority()
     from PIL import Image
 
     Image.MAX_IMAGE_PIXELS = None  # `_decode` has its own limit

@@ -29,7 +29,7 @@ MAX_MESSAGE = 2000  # characters of a message: a write of up to 4096 bytes to a 
 def main() -> None:
     """Answer requests until the pipe is closed."""
     requests, replies = child_pipes()
-    system.lower_priority(5)
+    system.lower_priority()
     compiler = GrammarCompiler(*requests.recv())
     compiler.prepare()
     while True:

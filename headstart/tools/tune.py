@@ -29,7 +29,7 @@ from headstart.tools.options import TuneFlags
 from headstart.tools.saved import TunedSetting, load_setting, save_setting
 
 DEPTHS = (FIXED_DEPTH, 2, 1, 5)
-POLL_SECONDS, STOP_SECONDS = 0.3, 20.0  # interval of checks of a starting server; time before a stopping one is killed
+POLL_SECONDS = 0.3  # interval of checks of a starting server
 MIN_PAIRS, MAX_ROUNDS = 6, 12  # pairs with plain decoding for a verdict; each round has a pair for every load
 CLEAR = 0.01
 """Margin of decisions. A candidate is dropped if it is slower than the best by this share and the intervals do not
@@ -270,7 +270,7 @@ class StartedServer:
     def close(self) -> None:
         if self._process is None:
             return
-        stop_process_group(self._process, STOP_SECONDS)  # the command may have started processes of its own
+        stop_process_group(self._process)  # the command may have started processes of its own
         self._process = None
 
     def _start(self, mode: str) -> HttpTarget:

@@ -43,7 +43,7 @@ OBJECTS = {"schema": "valid JSON under a schema", "tools": "valid arguments of t
 OBJECT_TOKENS = 192  # least limit of answers that should be whole JSON objects
 SIGNIFICANT = 0.01
 MIN_SPEED = 0.95  # of the old speed
-STOP_SECONDS, POLL_SECONDS = 20.0, 0.2
+POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -387,7 +387,7 @@ def _served(side: str) -> Iterator[str]:
         _wait_for(Server.at(f"127.0.0.1:{port}"), process, side)
         yield f"http://127.0.0.1:{port}"
     finally:
-        stop_process_group(process, STOP_SECONDS)
+        stop_process_group(process)
 
 
 def _wait_for(server: Server, process: "subprocess.Popen[bytes]", side: str) -> None:

@@ -8,20 +8,19 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from headstart.core import Progress
 from headstart.errors import CheckFailed, HeadstartError, UsageError
-from headstart.system import end_process_group
+from headstart.system import stop_process_group
 from headstart.tools.client import Server, get
 from headstart.tools.launch.launcher import EngineLauncher
 from headstart.tools.launch.spec import LaunchSpec, LaunchStep
 
 START_SECONDS = 3600  # large models take half an hour to load and compile
 POLL_S = 0.5
-END_SECONDS = 20  # time to end after SIGTERM
 HEALTH_TIMEOUT_S, HEALTH_INTERVAL_S = 5, 5.0
 MAX_FAILED_CHECKS = 3  # consecutive failed health checks before a running process is restarted
 MAX_RESTARTS, RESTART_WINDOW_S = 3, 600.0  # the command ends when a server needs more restarts within this window
@@ -87,15 +86,8 @@ class ServerProcess:
         return kind(f"{what}: {self.last_error()}", f"its log is {self.log}")
 
     def end(self) -> None:
-        """Ends the process group: with SIGTERM, then with SIGKILL after END_SECONDS."""
-        if self.process is None:
-            return
-        for kill in (False, True):
-            if not end_process_group(self.process, kill=kill):
-                break
-            with suppress(subprocess.TimeoutExpired):
-                self.process.wait(END_SECONDS)
-        self.process.wait()
+        if self.process is not None:
+            stop_process_group(self.process)
 
 
 @dataclass
