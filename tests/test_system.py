@@ -120,3 +120,12 @@ def test_a_process_that_ignores_an_interrupt_is_killed() -> None:
         assert process.stdout is not None and process.stdout.readline()
         system.stop_process_group(process, 0.1)
         assert process.returncode == -signal.SIGKILL
+
+
+def test_children_that_outlive_their_process_are_killed() -> None:
+    child = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+    code = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {child!r}]).wait()"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        system.stop_process_group(process)
+        assert process.stdout.read() == b""  # the child held the pipe open
