@@ -13,7 +13,7 @@ from support import PATIENCE
 from tests.fuzz import grammars, wire
 
 pytestmark = pytest.mark.slow  # a server process
-COUNT, HEALTH_S = 40, 30.0
+COUNT, HEALTH_S = 25, 30.0
 NEIGHBOUR: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0.8, "seed": 7}
 BUSY = frozenset({429, 503, 504})
 """What a loaded server may say to a request that is fine."""

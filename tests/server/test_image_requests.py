@@ -153,8 +153,8 @@ def test_limits(served: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "100 are allowed" in message_of(ask(served, "openai", [CAT]))
 
 
-def test_too_many_for_the_context(family: tuple[LLM, Inside]) -> None:
-    small = LLM(family[0].model, replace(ENGINE, max_model_len=256))
+def test_too_many_for_the_context(seeing: LLM) -> None:
+    small = LLM(seeing.model, replace(ENGINE, max_model_len=256))
     with inside(small, served_model_name=("eye",)) as server:
         assert ask(server, "anthropic", [CAT], max_tokens=1)["content"]
         for path, body in requests([CAT] * limits.IMAGES, "What?", model="eye").values():

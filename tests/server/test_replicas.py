@@ -124,10 +124,14 @@ def resumed(server: Server, why: str) -> float:
         return float(re.findall(rf'resumed_requests_total{{why="{why}"}} (\S+)', engine.client.get("/metrics").text)[0])
 
 
+@pytest.fixture(scope="module")
+def expected(replicas: Server) -> Texts:
+    return streamed(replicas, 300, lambda *_: False)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_stream_outlives_its_engine(replicas: Server, number: signal.Signals) -> None:
+def test_a_stream_outlives_its_engine(replicas: Server, expected: Texts, number: signal.Signals) -> None:
     wait_for(replicas, lambda found: all(each["state"] == "ready" for each in found))
-    expected = streamed(replicas, 300, lambda *_: False)
     victims: list[int] = []
 
     def disturb(num_events: int, texts: Texts) -> bool:

@@ -132,7 +132,7 @@ def test_it_goes_on_wherever_it_was_cut(
     expected = told(pieces(whole))
     cuts = [place for place in range(1, len(whole)) if whole[place - 1][0] == frames.RECORD]
     assert len(cuts) > 1
-    for cut in [*cuts[:2], cuts[len(cuts) // 2], cuts[-1], cuts[-1] + 1]:
+    for cut in [cuts[0], cuts[len(cuts) // 2], cuts[-1], cuts[-1] + 1]:
         known = pieces(whole[:cut])
         record = b"".join(data for kind, data in whole[:cut] if kind == frames.RECORD)
         again = ask(second, path, body, record)

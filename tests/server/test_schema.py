@@ -25,7 +25,7 @@ TRANSLATED = {
     "/v1/chat/completions/render", "/v1/responses/render", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
 }  # fmt: skip
 POSTED = {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", *TRANSLATED}
-EXAMPLES, FEW = 40, 4
+EXAMPLES, FEW = 25, 4
 
 
 @pytest.fixture(scope="module")

@@ -208,7 +208,7 @@ def test_cut_off_calls(name: str) -> None:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=80)
 @given(data=st.data(), name=st.sampled_from(FORMATS))
 def test_random_arguments_and_splits(data: st.DataObject, name: str) -> None:
     word = st.text(st.characters(codec="utf-8", exclude_characters="\r"), max_size=12)

@@ -290,7 +290,7 @@ def new_trainer(frozen_model: FrozenModel, data: TrainingData, vocab: int = 64, 
 def test_a_head_that_does_not_pay_is_called_so_and_a_better_one_is_kept(tmp_path: Path) -> None:
     folder, texts = tiny_folder(tmp_path, 1.0), write_texts(tmp_path / "t.jsonl", 60)
     common: dict[str, Any] = {"model": str(folder), "out": tmp_path / "head", "data": (texts,), "threads": 1}
-    report = run(TrainOptions(tokens=30_000, draft_vocab=100, **common))
+    report = run(TrainOptions(tokens=8_000, draft_vocab=100, **common))
     gain = report.data["gain"]
     # nearly every draft of this head is wrong, and each step pays for it
     assert gain["acceptance_length"] < gain["needed_acceptance_length"] and gain["predicted_speedup"] < 1
@@ -311,7 +311,7 @@ def test_fine_tuning_begins_where_the_head_stands(tmp_path: Path) -> None:
     folder, texts = tiny_folder(tmp_path, 0.5), write_texts(tmp_path / "t.jsonl", 60)
     common: dict[str, Any] = {"model": str(folder), "data": (texts,), "threads": 1, "draft_vocab": 100,
                               "measure_speedup": False}  # fmt: skip
-    first = run(TrainOptions(out=tmp_path / "first", tokens=25_000, **common))
+    first = run(TrainOptions(out=tmp_path / "first", tokens=12_000, **common))
     again = run(TrainOptions(out=tmp_path / "again", tokens=300, finetune=True, head=tmp_path / "first", **common))
     rows = [json.loads(line) for line in Path(again.data["log"]).read_text().splitlines()]
     start, end = rows[0]["held_out"]["all"]["length"], first.data["held_out"]["all"]["length"]
