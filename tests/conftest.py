@@ -53,12 +53,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """What a test draws depends on no test before it. Torch has one thread, whatever the backend of an earlier test
-    has set: tiny matrices gain nothing from threads, and waiting for each other costs a lot on a busy machine."""
+    """What a test draws depends on no test before it. Torch has one thread, whatever a backend asks for: tiny matrices
+    gain nothing from threads, and waiting for each other costs a lot on a busy machine."""
     import numpy as np
     import torch
 
-    torch.set_num_threads(1)
+    torch._C.set_num_threads(1)
+    torch.set_num_threads = lambda _: None
 
     random.seed(0)
     np.random.seed(0)

@@ -164,7 +164,7 @@ def test_rows_are_independent(vocab_size):
 @pytest.mark.parametrize("threads", [1, 2])
 def test_pruned_equals_unpruned_on_a_large_vocabulary(threads):
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
+    torch._C.set_num_threads(threads)
     try:
         rng = np.random.default_rng(3)
         for scale in (0.1, 2.0, 6.0):
@@ -175,7 +175,7 @@ def test_pruned_equals_unpruned_on_a_large_vocabulary(threads):
             some = run(logits[:, ids], entries, ids, 20_000)
             assert (some.tokens == run(logits[:, ids], entries, ids, 20_000, prune=False).tokens).all()
     finally:
-        torch.set_num_threads(before)
+        torch._C.set_num_threads(before)
 
 
 def test_logits_of_any_type_and_size_are_read_and_left_as_they_are() -> None:
