@@ -177,17 +177,6 @@ class GrowingDraft:
             self.depth = len(sample.tokens)
 
 
-def draw_next(
-    runner: DraftRunner, logits: Buffer, growing: Seq[GrowingDraft], token_ids: Weight | None
-) -> list[GrowingDraft]:
-    """Samples and appends the next token of each of n drafts by logits [n, V']; returns drafts that can grow."""
-    scored = any(each.gate is not None for each in growing)
-    sampled = runner.draw(logits, [each.entry for each in growing], token_ids, scored=scored)
-    for row, each in enumerate(growing):
-        each.append(sampled, row)
-    return [each for each in growing if each.can_grow]
-
-
 @dataclass(frozen=True)
 class DraftVocabulary:
     """Reduced vocabulary, or cheaper LM head, for a head that has no draft vocabulary."""

@@ -90,8 +90,15 @@ class HeadDrafter(base.Drafter):
         ends = accumulate([len(part.token_ids) for part in parts])
         pairs = zip(requests, ends, strict=True)
         growing = [base.GrowingDraft.start(request, self.method, end - 1) for request, end in pairs]
-        base.draw_next(self._runner, output["logits"], growing, self._token_ids)
+        self._draw_next(output["logits"], growing)
         self._continue(growing, output["hidden"])
+
+    def _draw_next(self, logits: Buffer, growing: Seq[base.GrowingDraft]) -> None:
+        """Samples and appends the next token of each of n drafts by logits [n, V']."""
+        scored = any(each.gate is not None for each in growing)
+        sampled = self._runner.draw(logits, [each.entry for each in growing], self._token_ids, scored=scored)
+        for row, each in enumerate(growing):
+            each.append(sampled, row)
 
     def _continue(self, growing: list[base.GrowingDraft], hidden: Buffer) -> None:
         """Runs the draft steps after the first. Each draft has one token; its `row` is that of its last pair in
@@ -135,7 +142,7 @@ class HeadDrafter(base.Drafter):
         output = self._runner.run(self._network, f"next.{module}", parts, hidden=recycled)
         for row, each in enumerate(growing):
             each.row = row
-        base.draw_next(self._runner, output["logits"], growing, self._token_ids)
+        self._draw_next(output["logits"], growing)
         return output["hidden"]
 
 

@@ -297,12 +297,11 @@ class ModelManager:
         what = f"the model {limits.shortened(name)!r} does not exist"
         raise ModelError(what, f"this server has {', '.join(self.names)}")
 
-    def add_loaded(self, llm: LLM) -> ServedModel:
+    def add_loaded(self, llm: LLM) -> None:
         """Use the caller's LLM as the first model. Call before `start`."""
         slot = self.slots[0]
         slot.served = self._make_served(llm, slot.spec.names)
         self._note_loaded(slot, llm)
-        return slot.served
 
     def load_first(self) -> None:
         """Load the first model. Call before `start`. Raises HeadstartError as `load_model` does."""
