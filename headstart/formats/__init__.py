@@ -33,12 +33,13 @@ def is_checkpoint(path: Path) -> bool:
 def find_checkpoint(name: str | Path, progress: Progress = no_progress) -> Checkpoint:
     """Open a path, an alias, or a repo on the Hub, from which only headers are fetched. Raises ModelError for damaged
     or missing files, UsageError for an unknown name or if the Hub cannot be reached."""
-    repo = None if isinstance(name, Path) else hub.repo_of(name)
-    if repo is not None:
+    if isinstance(name, Path):
+        return open_checkpoint(name)
+    if (repo := hub.repo_of(name)) is not None:
         from headstart.formats.remote import open_repo  # the Hub's client is slow to import
 
         return open_repo(repo, progress)
-    return open_checkpoint(hub.resolve(str(name)) if hub.is_builtin(str(name)) else Path(name))
+    return open_checkpoint(hub.resolve(name))
 
 
 def no_checkpoint(path: Path) -> ModelError:

@@ -8,7 +8,6 @@ from typing import Any
 from headstart import hub
 from headstart.config import AUTO, EngineConfig
 from headstart.errors import ModelError, UsageError
-from headstart.files import user_path
 from headstart.formats import gguf, open_checkpoint
 from headstart.formats.base import Tensor
 from headstart.formats.gguf_file import read as read_gguf
@@ -47,8 +46,7 @@ class ModelFacts:
 
 def read_facts(model: str | None) -> ModelFacts:
     """Reads a directory, a .gguf file or the config.json of a Hub repo. Raises UsageError or ModelError."""
-    path = user_path(model) if model else None
-    if model and path and not path.exists() and not hub.is_builtin(model) and hub.is_repo(model):
+    if model and (repo := hub.repo_of(model)) and not repo.file:
         return _config_facts(model, read_object(hub.config_file(model)), None, local=False)
     trunk = hub.resolve(model)
     if gguf.detect(trunk):

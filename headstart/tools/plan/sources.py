@@ -125,13 +125,14 @@ def with_acceptance(shape: ModelShape, name: str) -> ModelShape:
 
 def from_model(name: str | None) -> ModelShape:
     """Returns the shape of a checkpoint, from tensor headers; for a Hub repo only config.json is fetched."""
-    if name and not hub.is_builtin(name) and not user_path(name).exists():
-        if not hub.is_repo(name):
-            raise _unknown(name)
-        return _from_config(name, read_object(hub.config_file(name)))
-    path = user_path(name) if name and not hub.is_builtin(name) else None
-    if path and path.is_dir() and not any(path.glob("*.safetensors")) and (path / "config.json").exists():
-        return _from_config(str(path), read_object(path / "config.json"))
+    if name and not hub.is_builtin(name):
+        path = user_path(name)
+        if not path.exists():
+            if not hub.is_repo(name):
+                raise _unknown(name)
+            return _from_config(name, read_object(hub.config_file(name)))
+        if (path / "config.json").exists() and not any(path.glob("*.safetensors")):
+            return _from_config(str(path), read_object(path / "config.json"))
     name, checkpoint = name or hub.DEFAULT_MODEL, open_checkpoint(hub.resolve(name))
     shape = from_checkpoint(checkpoint, name)
     if shape.drafter.assumed and (head := choose_head(shipped_heads(checkpoint))) is not None:
