@@ -13,8 +13,8 @@ transformers  Its own class, float32: the largest difference of a logit (90 rows
 llama         llama.cpp's source with `build/bin`: its converter writes F32 and F16, its quantizer Q8_0 and Q4_K_M
               (families/in_llama.py). The same 24 greedy steps behind 40 tokens, the worse of `reference` and `native`:
               in F32 the largest difference of a log-probability, else the median divergence. Limits: `LIMITS` there.
-drafter       Draft logits of native MTP modules beside the formula of tests/contract/oracles.py, and of DeepSeek-V4's
-              DSpark drafter beside that of tests/contract/test_v4_dspark.py.
+drafter       Draft logits of native MTP modules beside the formula of tests/contract/oracles.py, and of the DSpark
+              drafters of DeepSeek-V4 and V4.1 beside those of tests/contract/test_v4_dspark.py.
 cells         `headstart verify`, all pairs of levels and many random cells: temperature 0, 0.7, 1; depth 0 to 5 and
               auto; MTP, n-gram and mixed drafts (n-gram alone where a family has no MTP module); 1, 4 and 16 sequences
               at a time; chunks of 1, 37 and 512 rows; prefix cache and preemption on and off; 1 and 2 threads; in a few

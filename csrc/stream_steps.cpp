@@ -15,6 +15,7 @@ namespace headstart {
 namespace {
 
 using Floats = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Longs = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Ints = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 constexpr int64_t kTilesPerTask = 8; // query tiles of one row per task: they share the gathered tiles
@@ -79,12 +80,14 @@ int mix_streams(Program& program, int streams, int x, int weights, int64_t count
     return out;
 }
 
-// Token id + 1 of each row.
-int token_values(Program& program) {
+// Token id + 1 of each row; with `numbers` the number of that id + 1.
+int token_values(Program& program, std::optional<Longs> numbers) {
     const int out = program.buffer(1, false);
-    Step step = row_step({}, {out}, nb::none());
-    step.run = [&program, out](const Pass& pass, int64_t row) {
-        *program.values(out, row) = (float)pass.token_ids[row] + 1;
+    if (numbers) program.limits.reach(program.limits.tokens, (int64_t)numbers->size());
+    Step step = row_step({}, {out}, nb::cast(numbers));
+    step.run = [&program, out, table = numbers ? numbers->data() : nullptr](const Pass& pass, int64_t row) {
+        const int64_t id = pass.token_ids[row];
+        *program.values(out, row) = (float)(table ? table[id] : id) + 1;
     };
     program.add(std::move(step));
     return out;
@@ -92,7 +95,7 @@ int token_values(Program& program) {
 
 // Rows of a table at hashes of a row's last tokens, side by side (Ops.embed_ngrams).
 int embed_ngrams(Program& program, int tokens, nb::object matrix, std::vector<int64_t> factors, std::vector<int64_t> sizes,
-                 int64_t end) {
+                 int64_t end, bool cuts) {
     const OwnedMatrix* table = nb::cast<const OwnedMatrix*>(matrix);
     const int64_t longest = (int64_t)factors.size(), count = (int64_t)sizes.size(), cols = table->cols;
     int64_t total = 0;
@@ -105,7 +108,8 @@ int embed_ngrams(Program& program, int tokens, nb::object matrix, std::vector<in
             "embed_ngrams: shapes differ");
     const int out = program.buffer(count * cols, false);
     Step step = row_step({tokens}, {out}, matrix);
-    step.run = [&program, table, tokens, out, factors, sizes, end, cols, each = count / (longest - 1)](const Pass&, int64_t row) {
+    step.run = [&program, table, tokens, out, factors, sizes, end, cuts, cols,
+                each = count / (longest - 1)](const Pass&, int64_t row) {
         const float* last = program.values(tokens, row);
         float* to = program.values(out, row);
         const int64_t longest = (int64_t)factors.size();
@@ -113,7 +117,7 @@ int embed_ngrams(Program& program, int tokens, nb::object matrix, std::vector<in
         bool ended = false;
         for (int64_t i = 0; i < longest; ++i) {
             const int64_t token = ended || last[i] == 0 ? end : (int64_t)last[i] - 1;
-            ended = i > 0 && token == end; // tokens before an end are not read
+            ended = cuts && i > 0 && token == end; // tokens before an end are not read
             mixed ^= token * factors[i];
             for (int64_t head = (i - 1) * each; i > 0 && head < i * each; ++head) {
                 program.kernels.embed(table->local_copy(), first + mixed % sizes[head], to + head * cols);
@@ -221,7 +225,7 @@ int attend_beside(Program& program, int q, nb::object kv_pool, nb::object entry_
     AttendTask common;
     Step step = attend_step(program, q, kv_pool, num_heads, scale, softcap, sinks, common);
     const KVPool *pool = nb::cast<KVPool*>(kv_pool), *entries = nb::cast<KVPool*>(entry_pool);
-    require(pool->layout.num_heads == 1 && window > 0 && every > 1 &&
+    require(pool->layout.num_heads == 1 && window > 0 && every > 0 &&
                 entries->layout.tile_bytes() == pool->layout.tile_bytes() && entries->num_slots == pool->num_slots,
             "attend_beside: needs one KV head, a window above 0, and entries with the keys' layout");
     step.owners.push_back(entry_pool);
@@ -295,7 +299,7 @@ void bind_stream_steps(nb::module_& m, nb::class_<Program>& program) {
     program.def("stream_weights", stream_weights)
         .def("sum_streams", sum_streams)
         .def("mix_streams", mix_streams)
-        .def("token_values", token_values)
+        .def("token_values", token_values, nb::arg("numbers").none())
         .def("embed_ngrams", embed_ngrams)
         .def("signed_sqrt", signed_sqrt)
         .def("compress", compress)

@@ -60,7 +60,7 @@ from headstart.layers.linear import Linear, LMHead, scale
 from headstart.layers.mla import MLA, MLAConfig
 from headstart.layers.norm import RMSNorm
 from headstart.layers.rope import half_split
-from headstart.layers.streams import StreamMixer, build_hyper_connection, hyper_connection_shapes
+from headstart.layers.streams import StreamExpansion, build_last_sum, last_sum_shapes
 from headstart.layers.weights import Shapes, Weights
 
 GATES: Mapping[str, tuple[str, int, tuple[str, ...]]] = {
@@ -162,7 +162,7 @@ class BlockModule:
     mask_embedding: Weight | None
     markov: MarkovHead | None
     confidence: Confidence | None
-    streams: StreamMixer | None = None  # sums the residual streams after the layers; None: there is one stream
+    streams: StreamExpansion | None = None  # sums the residual streams after the layers; None: there is one stream
 
     @property
     def kv_specs(self) -> list[KVSpec]:
@@ -198,7 +198,7 @@ class BlockModule:
             x, residual = layer.post_norm.add(ops, mixed, residual)
             delta = of_mlp(ops, x, partial(layer.mlp, ops))
         if self.streams:
-            stream, _ = self.streams.collapse(ops, residual)
+            stream, _ = self.streams.collapse(ops, residual, delta)
             return self.norm(ops, stream), stream
         y, _ = self.norm.add(ops, delta, residual)
         return y, y
@@ -231,7 +231,7 @@ def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[BlockModule]:
         mask_embedding=weights.get("mask_embedding", hidden) if block.mask_embedding else None,
         markov=_markov(weights, block, hidden) if block.markov_rank else None,
         confidence=_confidence(weights, block, hidden) if block.confidence else None,
-        streams=build_hyper_connection(weights, "streams", hidden, spec.layer.streams, spec.layer.eps, last=True)
+        streams=build_last_sum(weights, "streams", hidden, spec.layer.streams, spec.layer.eps)
         if spec.layer.streams
         else None,
     )
@@ -364,7 +364,7 @@ def _own_shapes(spec: HeadSpec, hidden: int) -> Shapes:
             every["confidence.bias"] = (1,)
     assert spec.layer
     if streams := spec.layer.streams:
-        every |= hyper_connection_shapes("streams", hidden, streams, last=True)
+        every |= last_sum_shapes("streams", hidden, streams)
     return every
 
 

@@ -126,15 +126,15 @@ class Ops(Protocol):
     def embed(self, table: Weight, ids: Buffer) -> Buffer:
         """Rows of table [vocab, width] at ids [R] -> [R, width]."""
 
-    def token_values(self, ids: Buffer) -> Buffer:
-        """Token ids [R] + 1 as floats [R, 1]."""
+    def token_values(self, ids: Buffer, numbers: Weight | None = None) -> Buffer:
+        """Token ids [R] + 1 as floats [R, 1]; with numbers [V] (see Backend.index) the number of each id + 1."""
 
     def embed_ngrams(self, table: Weight, last: Buffer, spec: NGramSpec) -> Buffer:
         """Rows of table [rows, width] at hashes of each row's last tokens -> [R, hashes * width].
 
-        last [R, n]: token ids + 1, the row's own first, 0 before the text (n = spec.longest). A missing token, and one
-        behind which (nearer to the row, but not the row's own) lies spec.end, is spec.end. The hash of the last k
-        tokens is XOR of token_i * factors[i] over i < k, modulo the rows of each hash."""
+        last [R, n]: token ids + 1, the row's own first, 0 before the text (n = spec.longest). A missing token is
+        spec.end; with spec.cuts also one behind which (nearer to the row, but not the row's own) lies spec.end. The
+        hash of the last k tokens is XOR of token_i * factors[i] over i < k, modulo the rows of each hash."""
 
     def signed_sqrt(self, x: Buffer, least: float) -> Buffer:
         """sign(x) * sqrt(max(|x|, least)); 0 for 0."""

@@ -39,6 +39,7 @@ class StreamSpec:
     weighted_end: bool = True  # the final sum has weights; False: the mean
     gate_rank: int = 0  # rank of the gates of every feature (layers/streams.py: GatedStreams); 0: a weight per stream
     softmax: bool = False  # the weights of a sum alone are a softmax (attention residuals)
+    delayed: bool = False  # a part's input is summed by the weights that the part before it computed
 
     @property
     def num_mixes(self) -> int:
@@ -57,7 +58,8 @@ class NGramSpec:
 
     factors: tuple[int, ...]  # by distance from the row, below 2^63 / vocabulary; as many as the longest n-gram has
     sizes: tuple[int, ...]  # rows of the table for each hash: those of 2-grams, of 3-grams, ...
-    end: int  # token that stands for those before the text, and behind which older tokens are not read
+    end: int  # token that stands for those before the text
+    cuts: bool = True  # tokens before an `end` inside the text are not read either
 
     @property
     def longest(self) -> int:
@@ -72,7 +74,7 @@ class NGramSpec:
         for i, factor in enumerate(self.factors):
             missing = (ended | (last[..., i] == 0)) * 1
             token = (last[..., i] - 1) * (1 - missing) + self.end * missing
-            ended = ended if i == 0 else token == self.end
+            ended = ended if i == 0 or not self.cuts else token == self.end
             mixed = mixed ^ (token * factor)
             for size in self.sizes[(i - 1) * each : i * each] if i else ():
                 found.append(first + mixed % size)

@@ -83,7 +83,7 @@ class AltUpProjections(AveragedStreams):
             wide = ops.concat(wide, self.magnitude.rescale(ops, linear(ops, x), length))
         return wide
 
-    def collapse(self, ops: Ops, streams: Buffer) -> tuple[Buffer, None]:
+    def collapse(self, ops: Ops, streams: Buffer, before: Buffer | None = None) -> tuple[Buffer, None]:
         """[R, n * H] -> their mean [R, H]."""
         zero = ops.scale(streams, 0.0)
         total, *others = (ops.sum_streams(streams, ops.add_bias(zero, each), self.spec) for each in self.selectors)

@@ -12,7 +12,7 @@ from headstart.layers.linear import Linear
 from headstart.layers.norm import RMSNorm, Unnormed
 from headstart.layers.parts import MixerConfig
 from headstart.layers.residual_bank import ResidualBankConfig
-from headstart.layers.streams import EqualStreams, StreamExpansion, build_hyper_connection, hyper_connection_shapes
+from headstart.layers.streams import StreamExpansion, build_last_sum, last_sum_shapes
 from headstart.layers.weights import Shapes, Weights
 
 MixerT = TypeVar("MixerT", bound=MixerConfig)
@@ -104,8 +104,8 @@ class DecoderConfig:
             shapes["embed_norm.weight"] = (self.hidden_size,)
         if isinstance(self.streams, AltUpConfig | ResidualBankConfig):
             shapes |= self.streams.shapes(self.hidden_size)
-        elif self.streams and self.streams.weighted_end:
-            shapes |= hyper_connection_shapes("streams", self.hidden_size, self.streams, last=True)
+        elif self.streams:
+            shapes |= last_sum_shapes("streams", self.hidden_size, self.streams)
         ends = norm_suffixes(self.biased) if self.final_norm else ()
         norm: Shapes = {f"norm.{end}": (self.hidden_size,) for end in ends}
         return shapes | norm | ({} if self.tied else {"lm_head.weight": embedding})
@@ -143,9 +143,7 @@ def _build_streams(weights: Weights, config: DecoderConfig) -> StreamExpansion |
         return config.streams.build(weights, config.hidden_size, config.eps)
     if config.streams is None:
         return None
-    if not config.streams.weighted_end:
-        return EqualStreams(config.streams)
-    return build_hyper_connection(weights, "streams", config.hidden_size, config.streams, config.eps, last=True)
+    return build_last_sum(weights, "streams", config.hidden_size, config.streams, config.eps)
 
 
 def lm_head_tensor(weights: Weights, config: DecoderConfig) -> str:

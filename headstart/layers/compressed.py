@@ -1,4 +1,5 @@
-"""Compressed attention (DeepSeek-V4 report, section 2.3; formula: transformers 5.23, `models/deepseek_v4`).
+"""Compressed attention (DeepSeek-V4 report, section 2.3; formulas: transformers, `models/deepseek_v4` of 5.23 and
+`models/deepseek_v41` of 0a2080b4).
 
 All heads share one key, which is also the value. A row attends to the keys of a window and to compressed entries of
 the positions before it, one entry per `every` positions: to all entries, or to those that an indexer selects. Queries
@@ -9,9 +10,13 @@ z + b, where b depends on the place among the `every` positions. With `overlap` 
 from the positions before. The entry is normed, rotated like the first of its positions and stored at the last one, so a
 row sees only entries whose positions are all computed. Values are rotated with the keys, so the output is rotated back.
 
+In DeepSeek-V4.1 some layers read the entries of an earlier layer, and the last selection over its index keys. These
+keys are norm(W entry), of an entry before its rotation. Gates have no b; an entry of one position is norm(c).
+
 Canonical tensors under `{layer}.self_attn`: `q_a_proj`, `q_a_norm`, `q_b_proj`, `kv_proj`, `kv_norm`, `sinks` [heads],
 `o_a_proj` [groups * rank, heads * head_dim / groups], `o_b_proj`; under `compressor`, and `indexer.compressor`:
-`kv_proj`, `gate_proj`, `position_bias` [every, ...], `kv_norm`; `indexer.q_b_proj`, `indexer.weights_proj`.
+`kv_proj`, `gate_proj`, `position_bias` [every, ...], `kv_norm`; `indexer.q_b_proj`, `indexer.weights_proj`, and in
+V4.1 `indexer.k_proj`, `indexer.k_norm`.
 """
 
 from __future__ import annotations
@@ -34,15 +39,21 @@ class CompressorConfig:
 
     spec: CompressSpec
     rope: RopeSpec
+    biased: bool = True  # gates have a bias by place
+
+    @property
+    def gated(self) -> bool:
+        """False for entries of one position, which need no gates and no pool of projections."""
+        return self.spec.every > 1
 
     def build(self, weights: Weights, name: str, *, eps: float, in_features: int) -> Compressor:
         """Builds it from the tensors under `name`."""
-        spec, width = self.spec, self.spec.width
-        bias = weights.raw(f"{name}.position_bias", (spec.every, width)).shaped(spec.every * width)
+        spec, width, size = self.spec, self.spec.width, self.spec.every * self.spec.width
+        bias = weights.raw(f"{name}.position_bias", (spec.every, width)).shaped(size) if self.biased else None
         return Compressor(
             values=weights.linear(f"{name}.kv_proj", width, in_features),
-            gates=weights.linear(f"{name}.gate_proj", width, in_features),
-            bias=weights.take(bias),
+            gates=weights.linear(f"{name}.gate_proj", width, in_features) if self.gated else None,
+            bias=weights.take(bias) if bias else weights.constant(f"{size} zeros", np.zeros(size)),
             norm=weights.norm(f"{name}.kv_norm", spec.dim, eps),
             spec=spec,
             rope=replace(self.rope, shift=spec.every - 1),
@@ -53,8 +64,8 @@ class CompressorConfig:
         width = self.spec.width
         return {
             f"{name}.kv_proj.weight": (width, in_features),
-            f"{name}.gate_proj.weight": (width, in_features),
-            f"{name}.position_bias": (self.spec.every, width),
+            **({f"{name}.gate_proj.weight": (width, in_features)} if self.gated else {}),
+            **({f"{name}.position_bias": (self.spec.every, width)} if self.biased else {}),
             f"{name}.kv_norm.weight": (self.spec.dim,),
         }
 
@@ -64,20 +75,24 @@ class Compressor:
     """Computes the entries whose last position is a row."""
 
     values: Linear
-    gates: Linear
+    gates: Linear | None  # None: an entry has one position
     bias: Weight
     norm: RMSNorm
     spec: CompressSpec
     rope: RopeSpec  # shifted to the first position of an entry
 
-    def project(self, ops: Ops, x: Buffer) -> tuple[Buffer, Buffer]:
-        """Rows [R, H] -> (projections, gates); recorded beside the other matrices over x."""
-        return self.values(ops, x), self.gates(ops, x)
+    def project(self, ops: Ops, x: Buffer) -> tuple[Buffer, ...]:
+        """Rows [R, H] -> projections, and gates if there are any; recorded beside the other matrices over x."""
+        return (self.values(ops, x), *((self.gates(ops, x),) if self.gates else ()))
 
-    def __call__(self, ops: Ops, projected: tuple[Buffer, Buffer], positions: Buffer, pool: Pool) -> Buffer:
-        """Entries [R, dim] after norm and rope; only rows that are the last position of an entry are meaningful."""
-        entries = self.norm(ops, ops.compress(*projected, self.bias, pool, self.spec))
-        return ops.rope(entries, positions, self.rope, self.spec.dim)
+    def entries(self, ops: Ops, projected: tuple[Buffer, ...], pool: Pool) -> Buffer:
+        """Entries [R, dim] before rope; only rows that are the last position of an entry are meaningful."""
+        values, *gates = projected
+        return self.norm(ops, ops.compress(values, gates[0], self.bias, pool, self.spec) if gates else values)
+
+    def rotated(self, ops: Ops, entries: Buffer, positions: Buffer, dim: int = 0) -> Buffer:
+        """Entries, or index keys of `dim` features made of them, after rope."""
+        return ops.rope(entries, positions, self.rope, dim or self.spec.dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +108,11 @@ class CompressedConfig(MixerConfig):
     block_window: bool = False  # see AttentionSpec; without entries only
     rope: RopeSpec  # rotates the last features of a head, in neighbouring pairs
     compressor: CompressorConfig | None = None  # None: attention over the window only
-    index: tuple[IndexSpec, CompressorConfig] | None = None  # the indexer that selects entries, and its compressor
+    # the indexer that selects entries, and the compressor of its keys; None: they are made of the entries
+    index: tuple[IndexSpec, CompressorConfig | None] | None = None
+    head_norm: bool = True  # the heads of queries are normed
+    source_layer: int | None = None  # index of the earlier layer whose entries and index keys are read
+    selects: bool = True  # the layer has the queries of its indexer; False: the last selection over the keys is used
 
     @property
     def attention_spec(self) -> AttentionSpec:
@@ -101,11 +120,27 @@ class CompressedConfig(MixerConfig):
 
     @property
     def kv_specs(self) -> tuple[KVSpec, ...]:
-        """Pools of keys; of projections and entries; of the indexer's projections and entries."""
-        specs: tuple[KVSpec, ...] = (self.spec,)
-        if self.compressor:
-            specs += (self.compressor.spec, self.spec)
-        return specs + ((self.index[1].spec, self.index[0]) if self.index else ())
+        return tuple(self.pool_specs.values())
+
+    @property
+    def pool_specs(self) -> dict[str, KVSpec]:
+        """The layer's own pools, by name."""
+        specs: dict[str, KVSpec] = {"window": self.spec}
+        if self.compressor and self.source_layer is None:
+            specs |= {"projected": self.compressor.spec} if self.compressor.gated else {}
+            specs["entries"] = self.spec
+            if self.index:
+                keys, compressor = self.index
+                specs |= {"index_projected": compressor.spec} if compressor else {}
+                specs["index"] = keys
+        return specs
+
+    def pools(self, pool: Pool) -> dict[str, Pool]:
+        """The pools of a mixer's argument `pool` by name, those of the source layer included."""
+        own = pool if isinstance(pool, tuple) else (pool,)
+        if self.source_layer is None:
+            return dict(zip(self.pool_specs, own, strict=False))  # those of a memory may follow
+        return replace(self, source_layer=None).pools(own[1]) | {"window": own[0]}
 
     @property
     def num_kernels(self) -> int:
@@ -128,7 +163,7 @@ class CompressedConfig(MixerConfig):
             query_down=weights.linear(f"{name}.q_a_proj", self.query_rank, in_features),
             query_norm=weights.norm(f"{name}.q_a_norm", self.query_rank, eps),
             query=weights.linear(f"{name}.q_b_proj", wide, self.query_rank),
-            head_norm=weights.unweighted_norm(self.head_dim, eps),
+            head_norm=weights.unweighted_norm(self.head_dim, eps) if self.head_norm else None,
             key=weights.linear(f"{name}.kv_proj", self.head_dim, in_features),
             key_norm=weights.norm(f"{name}.kv_norm", self.head_dim, eps),
             output_down=tuple(weights.take(down.take_rows(each).plain(), precise=True) for each in rows),
@@ -136,22 +171,33 @@ class CompressedConfig(MixerConfig):
             sinks=weights.get(f"{name}.sinks", self.num_heads),
             config=self,
             compressor=self.compressor.build(weights, f"{name}.compressor", eps=eps, in_features=in_features)
-            if self.compressor
+            if self.compressor and self.source_layer is None
             else None,
             indexer=self._indexer(weights, f"{name}.indexer", eps, in_features),
         )
 
     def _indexer(self, weights: Weights, name: str, eps: float, in_features: int) -> EntryIndexer | None:
-        if self.index is None:
+        if self.index is None or not self.selects:
             return None
-        spec, compressor = self.index
+        (spec, compressor), of_entries = self.index, self._key_shapes(name)
         return EntryIndexer(
             query=weights.linear(f"{name}.q_b_proj", spec.num_heads * spec.head_dim, self.query_rank),
             weights=Linear(weights.get(f"{name}.weights_proj.weight", spec.num_heads, in_features, precise=True)),
-            compressor=compressor.build(weights, f"{name}.compressor", eps=eps, in_features=in_features),
+            compressor=compressor.build(weights, f"{name}.compressor", eps=eps, in_features=in_features)
+            if compressor
+            else None,
+            key=weights.linear(f"{name}.k_proj", spec.head_dim, self.head_dim) if of_entries else None,
+            key_norm=weights.norm(f"{name}.k_norm", spec.head_dim, eps) if of_entries else None,
             spec=spec,
-            rope=compressor.rope,
+            rope=self.rope,
         )
+
+    def _key_shapes(self, name: str) -> Shapes:
+        """Of the tensors under `name` that make index keys of entries; empty if others make them."""
+        if self.index is None or self.index[1] or self.source_layer is not None:
+            return {}
+        dim = self.index[0].head_dim
+        return {f"{name}.k_proj.weight": (dim, self.head_dim), f"{name}.k_norm.weight": (dim,)}
 
     def shapes(self, prefix: str, hidden: int, *, in_features: int) -> Shapes:
         """Names and shapes of what `build` takes."""
@@ -166,11 +212,13 @@ class CompressedConfig(MixerConfig):
         shapes: Shapes = {f"{name}.{part}.weight": shape for part, shape in matrices.items()}
         shapes |= {f"{name}.q_a_norm.weight": (self.query_rank,), f"{name}.kv_norm.weight": (self.head_dim,)}
         shapes[f"{name}.sinks"] = (self.num_heads,)
-        if self.compressor:
+        if self.compressor and self.source_layer is None:
             shapes |= self.compressor.shapes(f"{name}.compressor", in_features=in_features)
-        if self.index:
+        if self.index and self.selects:
             spec, compressor = self.index
-            shapes |= compressor.shapes(f"{name}.indexer.compressor", in_features=in_features)
+            shapes |= self._key_shapes(f"{name}.indexer")
+            if compressor:
+                shapes |= compressor.shapes(f"{name}.indexer.compressor", in_features=in_features)
             shapes[f"{name}.indexer.q_b_proj.weight"] = (spec.num_heads * spec.head_dim, self.query_rank)
             shapes[f"{name}.indexer.weights_proj.weight"] = (spec.num_heads, in_features)
         return shapes
@@ -178,40 +226,47 @@ class CompressedConfig(MixerConfig):
 
 @dataclass(frozen=True)
 class EntryIndexer:
-    """Selects entries by smaller entries of its own (see layers/indexer.py)."""
+    """Selects entries by index keys (see layers/indexer.py)."""
 
     query: Linear
     weights: Linear
-    compressor: Compressor
+    compressor: Compressor | None  # of the keys; None: they are made of the layer's entries, or the source layer's
+    key: Linear | None
+    key_norm: RMSNorm | None
     spec: IndexSpec
     rope: RopeSpec
 
-    def __call__(
-        self, ops: Ops, queries: Buffer, projected: tuple[Buffer, ...], positions: Buffer, compressor_pool: Pool,
-        pool: Pool,
-    ) -> None:  # fmt: skip
-        """Stores the entries of `projected` and selects entries for each row."""
-        values, gates, weights = projected
-        q = ops.rope(self.query(ops, queries), positions, self.rope, self.spec.head_dim)
-        ops.store_index(self.compressor(ops, (values, gates), positions, compressor_pool), pool, self.spec)
-        ops.select_positions(q, weights, pool, self.spec)
+    def project(self, ops: Ops, x: Buffer) -> tuple[Buffer, ...]:
+        """Rows [R, H] -> weights, and the projections of the compressor; recorded beside the other matrices over x."""
+        projected = self.compressor.project(ops, x) if self.compressor else ()
+        return (self.weights(ops, x), *projected)
+
+    def keys(
+        self, ops: Ops, projected: tuple[Buffer, ...], entries: Buffer, positions: Buffer, pool: Pool,
+        compressor: Compressor,
+    ) -> Buffer:  # fmt: skip
+        """Keys [R, dim] of own projections, or of the entries (before rope) of the layer's `compressor`."""
+        if self.compressor:
+            return self.compressor.rotated(ops, self.compressor.entries(ops, projected, pool), positions)
+        assert self.key and self.key_norm
+        return compressor.rotated(ops, self.key_norm(ops, self.key(ops, entries)), positions, self.spec.head_dim)
 
 
 @dataclass(frozen=True)
 class CompressedAttention(Mixer):
-    """Compressed attention; pools as in CompressedConfig.kv_specs."""
+    """Compressed attention; pools as in CompressedConfig.pools."""
 
     query_down: Linear
     query_norm: RMSNorm
     query: Linear
-    head_norm: RMSNorm
+    head_norm: RMSNorm | None
     key: Linear
     key_norm: RMSNorm
     output_down: tuple[Weight, ...]
     output: Linear
     sinks: Weight
     config: CompressedConfig
-    compressor: Compressor | None
+    compressor: Compressor | None  # None: there are no entries, or the source layer's
     indexer: EntryIndexer | None
 
     def store(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> None:
@@ -225,22 +280,30 @@ class CompressedAttention(Mixer):
 
     def __call__(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> Buffer:
         config, spec, rope = self.config, self.config.spec, self.config.rope
+        pools = config.pools(pool)
         down, key = self.query_down(ops, x), self.key(ops, x)
-        projected = self.compressor.project(ops, x) if self.compressor else None
-        index = (*self.indexer.compressor.project(ops, x), self.indexer.weights(ops, x)) if self.indexer else None
+        projected = self.compressor.project(ops, x) if self.compressor else ()
+        weights, *of_keys = self.indexer.project(ops, x) if self.indexer else (None,)
         queries = self.query_norm(ops, down)
-        q = ops.rope(self.head_norm(ops, self.query(ops, queries)), positions, rope, config.head_dim)
-        window_pool = pool if self.compressor is None else pool[0]
-        self._store(ops, key, positions, window_pool)
-        if self.compressor is None or projected is None:
-            attended = ops.attend(q, window_pool, spec, self.sinks)
+        q = self.query(ops, queries)
+        q = ops.rope(self.head_norm(ops, q) if self.head_norm else q, positions, rope, config.head_dim)
+        self._store(ops, key, positions, pools["window"])
+        if config.compressor is None:
+            attended = ops.attend(q, pools["window"], spec, self.sinks)
         else:
-            entries, every = self.compressor(ops, projected, positions, pool[1]), self.compressor.spec.every
-            ops.store_kv(entries, entries, pool[2], spec)
-            selected = None
-            if self.indexer and index:
-                selected = pool[4]
-                self.indexer(ops, queries, index, positions, pool[3], selected)
-            attended = ops.attend_compressed(q, window_pool, pool[2], spec, every, self.sinks, selected)
+            if self.compressor:
+                entries = self.compressor.entries(ops, projected, pools.get("projected"))
+                rotated = self.compressor.rotated(ops, entries, positions)
+                ops.store_kv(rotated, rotated, pools["entries"], spec)
+                if self.indexer:
+                    made = tuple(of_keys), entries, positions, pools.get("index_projected"), self.compressor
+                    ops.store_index(self.indexer.keys(ops, *made), pools["index"], self.indexer.spec)
+            if self.indexer:
+                wanted = self.indexer.query(ops, queries)
+                wanted = ops.rope(wanted, positions, self.indexer.rope, self.indexer.spec.head_dim)
+                ops.select_positions(wanted, weights, pools["index"], self.indexer.spec)
+            attended = ops.attend_compressed(
+                q, pools["window"], pools["entries"], spec, config.compressor.spec.every, self.sinks, pools.get("index")
+            )
         unrotated = ops.rope(attended, positions, replace(rope, inverse=True), config.head_dim)
         return self.output(ops, ops.head_linear(unrotated, self.output_down))

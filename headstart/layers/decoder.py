@@ -51,12 +51,12 @@ def tapped_layers(tap: Tap) -> tuple[int, ...]:
 
 @dataclass
 class ForwardState:
-    """Values that the layers of one pass hand on. The stream is delta + residual."""
+    """Values that the layers of one pass hand on. The stream is delta + residual; see DecoderLayer for several."""
 
     token_ids: Buffer  # [R]
     embedded: Buffer  # [R, H], input of the first layer
     residual: Buffer  # [R, H], or all residual streams [R, streams * H]
-    delta: Buffer | None = None  # [R, H], output of the last part; None: 0
+    delta: Buffer | None = None  # [R, H], output of the last part; None: 0. Of several streams: see DecoderLayer
     pending: Buffer | None = None  # [R, H], output of a shortcut, added after the next layer
     tapped: Buffer | None = None  # [R, taps * H], inputs of tapped layers so far, if no pool stores them
 
@@ -212,9 +212,9 @@ class DecoderLayer:
         state: ForwardState | None = None,
     ) -> tuple[Buffer | None, Buffer]:  # fmt: skip
         """(delta, residual) -> (delta, residual), both [R, H]; the stream is their sum (delta None: 0). With several
-        streams residual is [R, streams * H] and delta None."""
+        streams residual is [R, streams * H], and delta None or, if sums are delayed, the last part's weights."""
         if self.streams:
-            return None, self._in_streams(ops, residual, positions, pool, state)
+            return self._in_streams(ops, delta, residual, positions, pool, state)
         mixed = delta
         if not isinstance(self.mixer, parts.EmptyMixer):
             x, residual = self.input_norm.add(ops, delta, residual)
@@ -240,19 +240,23 @@ class DecoderLayer:
         return None, ops.scale(ops.add(delta, residual), self.stream_scale)
 
     def _in_streams(
-        self, ops: Ops, streams: Buffer, positions: Buffer, pool: Pool, state: ForwardState | None
-    ) -> Buffer:
+        self, ops: Ops, before: Buffer | None, streams: Buffer, positions: Buffer, pool: Pool,
+        state: ForwardState | None,
+    ) -> tuple[Buffer | None, Buffer]:  # fmt: skip
         around_mixer, around_mlp = self.streams
         if self.memory:
             assert state, "layers with a memory only work in a trunk"
-            *own, first, second = pool
-            streams, pool = self.memory(ops, streams, state.token_ids, (first, second)), join_pools(own)
-        x, weights = around_mixer.collapse(ops, streams)
+            begin = len(self.mixer.kv_specs) + len(self.mixer.state_specs)
+            end = begin + len(self.memory.state_specs)
+            streams = self.memory(ops, streams, state.token_ids, pool[begin:end])
+            pool = join_pools(pool[:begin] + pool[end:])
+        x, weights = around_mixer.collapse(ops, streams, before)
         mixed = self.mixer(ops, self.input_norm(ops, x), positions, pool)
         streams = around_mixer.distribute(ops, streams, mixed, weights)
-        x, weights = around_mlp.collapse(ops, streams)
+        x, weights = around_mlp.collapse(ops, streams, weights)
         y = self.mlp(ops, self.post_norm(ops, x), state.token_ids if state else None)
-        return around_mlp.distribute(ops, streams, y, weights)
+        streams = around_mlp.distribute(ops, streams, y, weights)
+        return weights if around_mlp.spec.delayed else None, streams
 
 
 @dataclass(frozen=True)
@@ -360,7 +364,7 @@ class DecoderProgram:
         taps, streams = tapped_layers(self.tap), self.model.streams
         if index not in taps:
             return
-        if state.delta is not None:  # the layer's norm must not add it again
+        if state.delta is not None and streams is None:  # the layer's norm must not add it again
             state.delta, state.residual = None, ops.add(state.delta, state.residual)
         layer = self.model.layers[index] if index < len(self.model.layers) else None
         sums = isinstance(self.tap, SumTaps)
@@ -373,7 +377,7 @@ class DecoderProgram:
     def end(self, ops: Ops, state: ForwardState) -> tuple[Buffer, Buffer, Buffer]:
         """The stream after [R, H] and before [R, H] the final norm, and the residual streams after the last layer."""
         self._tap(ops, state, len(self.model.layers))
-        residual, streams = state.residual, self.model.streams
+        delta, residual, streams = state.delta, state.residual, self.model.streams
         if streams:
-            residual, _ = streams.collapse(ops, residual)
-        return *self.model.norm.add(ops, state.delta, residual), state.residual
+            (residual, _), delta = streams.collapse(ops, residual, delta), None
+        return *self.model.norm.add(ops, delta, residual), state.residual

@@ -7,16 +7,17 @@ s, gates by stream and a convolution by feature whose taps lie `dilation` positi
     s += u + silu(conv(norm(u)))
 
 norm is of each stream by itself. Formula: transformers 5.24, `Qwen4ExpTextPLELayer`. The state of a sequence is its
-last tokens and the last inputs of the convolution.
+last tokens and the last inputs of the convolution. DeepSeek-V4.1 has no convolution (s += u), and hashes numbers that
+tokens of the same normalized text share (text/normalized.py).
 
 Canonical tensors under a prefix: `embed_tokens.weight` [rows, width], `key_proj.weight` K [n * H, hashes * width],
 `value_proj.weight` V [H, hashes * width], `{key,query,conv}_norm.weight` [n * H], `conv1d.weight` [n * H, 1, taps]
-(oldest first).
+(oldest first); and NUMBERS [V, 1], which no file holds.
 """
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
@@ -29,6 +30,7 @@ from headstart.layers.streams import repeat_streams
 from headstart.layers.weights import Shapes, Weights
 
 LEAST = 1e-6  # of |g|
+NUMBERS = "token_numbers"  # name of the tensor of each token's number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,36 +41,51 @@ class NGramMemoryConfig:
     rows: int  # of the table, those that no hash reaches included
     width: int  # features of one embedding
     streams: int  # residual streams
-    taps: int  # of the convolution
-    dilation: int
+    taps: int = 0  # of the convolution; 0: there is none
+    dilation: int = 1
+    normalized: tuple[int, int] | None = None  # (tokens, different numbers of them); None: a token's number is its id
 
-    def state_specs(self, hidden: int) -> tuple[ConvSpec, ConvSpec]:
+    def state_specs(self, hidden: int) -> tuple[ConvSpec, ...]:
         """One state pool each: of tokens, and of the convolution's inputs."""
-        longest = self.spec.longest
-        return ConvSpec(longest, longest), ConvSpec(self.streams * hidden, (self.taps - 1) * self.dilation + 1)
+        tokens = ConvSpec(self.spec.longest, self.spec.longest)
+        return tokens, *self._convolution(hidden)
+
+    def _convolution(self, hidden: int) -> tuple[ConvSpec, ...]:
+        return (ConvSpec(self.streams * hidden, (self.taps - 1) * self.dilation + 1),) if self.taps else ()
 
     def build(self, weights: Weights, prefix: str, hidden: int, eps: float) -> "NGramMemory":
         """Builds it from the tensors under `prefix` (no trailing dot). eps: of norms."""
         wide, features = self.streams * hidden, self.width * len(self.spec.sizes)
-        kernel = weights.raw(f"{prefix}.conv1d.weight", (wide, 1, self.taps)).float32().reshape(wide, self.taps)
-        tokens, conv = self.state_specs(hidden)
-        taps = np.zeros((conv.width, wide))
-        taps[:: self.dilation] = kernel.T
         sums = np.kron(np.eye(self.streams), np.full(hidden, hidden**-0.5))
-        keys, queries, values = (
-            GroupedRMSNorm(weights.get(f"{prefix}.{name}_norm.weight", wide), eps, self.streams)
-            for name in ("key", "query", "conv")
-        )
+        norms = {
+            name: GroupedRMSNorm(weights.get(f"{prefix}.{name}_norm.weight", wide), eps, self.streams)
+            for name in self._norms
+        }
+        spec, numbers = self.spec, None
+        if self.normalized:
+            values = weights.raw(NUMBERS, (self.normalized[0], 1)).float32().reshape(-1).astype(np.int64)
+            spec, numbers = replace(spec, end=int(values[spec.end])), weights.backend.index(values)
+        tokens, *conv = self.state_specs(hidden)
         return NGramMemory(
-            config=self, state_specs=(tokens, conv),
+            config=self, spec=spec, numbers=numbers, state_specs=(tokens, *conv),
             table=weights.get(f"{prefix}.embed_tokens.weight", self.rows, self.width),
             last=weights.constant(f"last {tokens.width} tokens", np.fliplr(np.eye(tokens.width)).reshape(-1)),
             key_proj=weights.linear(f"{prefix}.key_proj", wide, features),
             value_proj=weights.linear(f"{prefix}.value_proj", hidden, features),
-            key_norm=keys, query_norm=queries, conv_norm=values,
+            key_norm=norms["key"], query_norm=norms["query"], conv_norm=norms.get("conv"),
             sums=Linear(weights.constant(f"sums of {self.streams} streams", sums)),
-            taps=weights.constant(f"{prefix}.conv1d.taps", taps.reshape(-1)),
+            taps=self._taps(weights, f"{prefix}.conv1d", conv[0]) if conv else None,
         )  # fmt: skip
+
+    def _taps(self, weights: Weights, name: str, spec: ConvSpec) -> Weight:
+        kernel = weights.raw(f"{name}.weight", (spec.channels, 1, self.taps)).float32()
+        taps = np.zeros((spec.width, spec.channels))
+        taps[:: self.dilation] = kernel.reshape(spec.channels, self.taps).T
+        return weights.constant(f"{name}.taps", taps.reshape(-1))
+
+    @property
+    def _norms(self) -> tuple[str, ...]:
+        return ("key", "query", "conv") if self.taps else ("key", "query")
 
     def shapes(self, prefix: str, hidden: int) -> Shapes:
         """Names and shapes of what `build` takes."""
@@ -77,8 +94,8 @@ class NGramMemoryConfig:
             f"{prefix}.embed_tokens.weight": (self.rows, self.width),
             f"{prefix}.key_proj.weight": (wide, features),
             f"{prefix}.value_proj.weight": (hidden, features),
-            **{f"{prefix}.{name}_norm.weight": (wide,) for name in ("key", "query", "conv")},
-            f"{prefix}.conv1d.weight": (wide, 1, self.taps),
+            **{f"{prefix}.{name}_norm.weight": (wide,) for name in self._norms},
+            **({f"{prefix}.conv1d.weight": (wide, 1, self.taps)} if self.taps else {}),
         }
 
 
@@ -87,27 +104,31 @@ class NGramMemory:
     """Memory of hashed n-grams, added to the residual streams; formula in the module's docstring."""
 
     config: NGramMemoryConfig
-    state_specs: tuple[ConvSpec, ConvSpec]
+    spec: NGramSpec
+    numbers: Weight | None  # [V] int; None: token ids
+    state_specs: tuple[ConvSpec, ...]
     table: Weight
     last: Weight  # taps that put token i positions before a row into column i
     key_proj: Linear
     value_proj: Linear
     key_norm: GroupedRMSNorm
     query_norm: GroupedRMSNorm
-    conv_norm: GroupedRMSNorm
+    conv_norm: GroupedRMSNorm | None
     sums: Linear  # sums over each stream's features, divided by sqrt(H)
-    taps: Weight
+    taps: Weight | None
 
-    def __call__(self, ops: Ops, streams: Buffer, token_ids: Buffer, pools: tuple[Pool, Pool]) -> Buffer:
+    def __call__(self, ops: Ops, streams: Buffer, token_ids: Buffer, pools: tuple[Pool, ...]) -> Buffer:
         """Streams [R, n * H] with the memory's addition. `pools`: of `state_specs`; None in training."""
-        count, (tokens, conv) = self.config.streams, self.state_specs
-        own = repeat_streams(ops, ops.token_values(token_ids), tokens.channels)
-        e = ops.embed_ngrams(self.table, ops.causal_conv(own, self.last, pools[0], tokens), self.config.spec)
+        count, (tokens, *conv) = self.config.streams, self.state_specs
+        own = repeat_streams(ops, ops.token_values(token_ids, self.numbers), tokens.channels)
+        e = ops.embed_ngrams(self.table, ops.causal_conv(own, self.last, pools[0], tokens), self.spec)
         keys, value = self.key_norm(ops, self.key_proj(ops, e)), self.value_proj(ops, e)
         products = ops.activate_mul(keys, self.query_norm(ops, streams), "identity")
         gates = ops.signed_sqrt(self.sums(ops, products), LEAST)
         added = ops.sigmoid_mul(gates, repeat_streams(ops, value, count))
-        mixed = ops.causal_conv(self.conv_norm(ops, added), self.taps, pools[1], conv)
+        if self.conv_norm is None:
+            return ops.add(streams, added)
+        mixed = ops.causal_conv(self.conv_norm(ops, added), self.taps, pools[1], conv[0])
         return ops.add(streams, ops.add(added, ops.activate(mixed, "silu")))
 
 

@@ -49,9 +49,10 @@ class MixerConfig:
     def cost(self, weights: int, source: "MixerConfig | None" = None) -> MixerCost:
         """Cost of a mixer with so many weights. `source`: the mixer of `source_layer`."""
         spec, specs = self.attention_spec, self.kv_specs
-        indexes = [each for each in (*specs, *(source.kv_specs if source else ())) if isinstance(each, IndexSpec)]
+        read = (*specs, *(source.kv_specs if source else ()))
+        indexes = [each for each in read if isinstance(each, IndexSpec)]
         own = next((each for each in specs if isinstance(each, IndexSpec)), None)
-        compress = next((each for each in specs if isinstance(each, CompressSpec)), None)
+        compress = next((each for each in read if isinstance(each, CompressSpec)), None)
         window = (spec.window or spec.chunk) if spec else 0
         per_entry = indexes[0].every if indexes and indexes[0].whole and not compress else 1  # blocks of positions
         return MixerCost(
@@ -60,7 +61,7 @@ class MixerConfig:
             kv_width=_pool_width(spec) if spec else 0,
             entry_work=spec.num_heads * (spec.head_dim + spec.value_width) if spec else 0,
             window=window,
-            stride=compress.every if compress else 0 if window or spec is None else 1,
+            stride=compress.every if compress else 0 if spec is None or (window and not indexes) else 1,
             top_k=indexes[0].top_k * per_entry if indexes else None,
             index_width=own.head_dim if own else 0,
             index_work=own.num_heads * own.head_dim if own else 0,

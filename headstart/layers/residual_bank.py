@@ -97,7 +97,7 @@ class ResidualBank:
         """The first sum is the embedding [R, H]."""
         return x
 
-    def collapse(self, ops: Ops, sums: Buffer) -> tuple[Buffer, None]:
+    def collapse(self, ops: Ops, sums: Buffer, before: Buffer | None = None) -> tuple[Buffer, None]:
         """[R, sums * H] -> [R, H]."""
         return self.end(ops, sums), None
 

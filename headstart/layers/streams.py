@@ -3,7 +3,9 @@
 Before a part of a layer the streams are summed to one; after it they are mixed, and each gets a share of the output.
 mixes = W (x / rms(x)) with x all streams together; Ops.stream_weights turns them into the weights of sums and mixing.
 The streams are summed once more before the final norm and at the end of an MTP module. In HY-V4 streams are not mixed;
-in GLM-5.3 the last sum is the mean. Formula: transformers 5.23, `DeepseekV4HyperConnection`, `DeepseekV4HyperHead`.
+in GLM-5.3 the last sum is the mean. In DeepSeek-V4.1 each sum takes the input weights of the part before: the first
+part reads stream 0, and the last sum takes the weights of the last part. Formula: transformers 5.23,
+`DeepseekV4HyperConnection`, `DeepseekV4HyperHead`.
 
 Canonical tensors under a prefix: `fn` [mixes, streams * H], `base` [mixes], `scale` [3] (not mixed: [2]; of a sum
 alone: [1]).
@@ -38,8 +40,9 @@ class StreamExpansion(Protocol):
     def expand(self, ops: Ops, x: Buffer) -> Buffer:
         """[R, H] -> [R, streams * H]."""
 
-    def collapse(self, ops: Ops, streams: Buffer) -> tuple[Buffer, Buffer | None]:
-        """[R, streams * H] -> ([R, H], weights for `HyperConnection.distribute`)."""
+    def collapse(self, ops: Ops, streams: Buffer, before: Buffer | None = None) -> tuple[Buffer, Buffer | None]:
+        """[R, streams * H] -> ([R, H], weights for `HyperConnection.distribute`). before: weights of the part before,
+        if sums are delayed."""
 
     def tapped(self, ops: Ops, streams: Buffer, layer: Any, *, sums: bool) -> Buffer:
         """[R, streams * H] before `layer` (None: after the last one) -> what a drafter reads of them [R, H]. sums: see
@@ -61,12 +64,12 @@ class AveragedStreams:
 
 @dataclass(frozen=True)
 class EqualStreams(AveragedStreams):
-    """The mean of the streams as the last sum."""
+    """The mean of the streams as the last sum, or a sum by the weights of the part before."""
 
     spec: StreamSpec
 
-    def collapse(self, ops: Ops, streams: Buffer) -> tuple[Buffer, None]:
-        return ops.sum_streams(streams, None, self.spec), None
+    def collapse(self, ops: Ops, streams: Buffer, before: Buffer | None = None) -> tuple[Buffer, None]:
+        return ops.sum_streams(streams, before, self.spec), None
 
 
 @dataclass(frozen=True)
@@ -79,10 +82,14 @@ class HyperConnection(AveragedStreams):
     base: Weight
     scale: Weight
 
-    def collapse(self, ops: Ops, streams: Buffer) -> tuple[Buffer, Buffer]:
-        """[R, streams * H] -> (weighted sum [R, H], weights for `distribute`)."""
+    def collapse(self, ops: Ops, streams: Buffer, before: Buffer | None = None) -> tuple[Buffer, Buffer]:
+        """[R, streams * H] -> (weighted sum [R, H], weights for `distribute`). before: see StreamExpansion."""
         mixes = self.mixes(ops, self.norm(ops, streams))
         weights = ops.stream_weights(mixes, self.base, self.scale, self.spec)
+        if self.spec.delayed:
+            width = len(self.norm.weight) // self.spec.count
+            first = ops.columns(streams, 0, width) if before is None else ops.sum_streams(streams, before, self.spec)
+            return first, weights
         return ops.sum_streams(streams, weights, self.spec), weights
 
     def distribute(self, ops: Ops, streams: Buffer, x: Buffer, weights: Buffer) -> Buffer:
@@ -102,7 +109,7 @@ class GatedStreams(AveragedStreams):
     base: Weight
     scale: Weight
 
-    def collapse(self, ops: Ops, streams: Buffer) -> tuple[Buffer, Buffer | None]:
+    def collapse(self, ops: Ops, streams: Buffer, before: Buffer | None = None) -> tuple[Buffer, Buffer | None]:
         """[R, streams * H] -> (sum [R, H], weights for `distribute`; None: of the last sum)."""
         normed = self.norm(ops, streams)
         inner = ops.activate(ops.scale(self.down(ops, normed), 1 / self.spec.count), "silu")
@@ -145,6 +152,17 @@ def _build_gated(weights: Weights, prefix: str, wide: int, spec: StreamSpec, eps
         base=weights.constant(f"{2 * count} zeros", np.zeros(2 * count)),
         scale=weights.constant(f"2 times 1 / {count}", np.full(2, 1 / count)),
     )  # fmt: skip
+
+
+def build_last_sum(weights: Weights, prefix: str, hidden: int, spec: StreamSpec, eps: float) -> StreamExpansion:
+    """The sum of the streams after the last layer; its tensors are those of `last_sum_shapes`."""
+    if not spec.weighted_end:
+        return EqualStreams(spec)
+    return build_hyper_connection(weights, prefix, hidden, spec, eps, last=True)
+
+
+def last_sum_shapes(prefix: str, hidden: int, spec: StreamSpec) -> Shapes:
+    return hyper_connection_shapes(prefix, hidden, spec, last=True) if spec.weighted_end else {}
 
 
 def hyper_connection_shapes(prefix: str, hidden: int, spec: StreamSpec, *, last: bool = False) -> Shapes:

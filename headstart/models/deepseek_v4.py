@@ -55,17 +55,29 @@ def parse(config: Config) -> DecoderConfig:
     keys.refuse_others(config, SERVED)
     rates = _rates(config)
     mixers = {kind: _mixer(config, kind, rates) for kind in (SLIDING, SPARSE, HEAVY)}
-    feeds = {kind: _experts(config, hashed=kind == HASHED) for kind in (HASHED, CHOSEN)}
-    count, steps = number(config, "hc_mult", default=4), number(config, "hc_sinkhorn_iters", default=20)
-    streams = StreamSpec(count, steps, real(config, "hc_eps", 1e-6))
+    feeds = {kind: experts(config, hashed=kind == HASHED) for kind in (HASHED, CHOSEN)}
+    streams = stream_spec(config)
 
     def layer(kind: str, feed: str) -> LayerConfig:
         return keys.layer(config, mixers[kind], feeds[feed], streams=streams)
 
     hashed = keys.feed_kinds(config, "num_hash_layers", default=3, known=(HASHED, CHOSEN))
     layers = [layer(*pair) for pair in zip(_kinds(config, rates), hashed, strict=True)]
-    feed = _experts(config, hashed=False, drafter=True)
-    mixer = mixers[SLIDING]
+    return with_drafter(config, layers, mixers[SLIDING], streams)
+
+
+def stream_spec(config: Config) -> StreamSpec:
+    count, steps = number(config, "hc_mult", default=4), number(config, "hc_sinkhorn_iters", default=20)
+    return StreamSpec(count, steps, real(config, "hc_eps", 1e-6))
+
+
+def with_drafter(
+    config: Config, layers: Sequence[LayerConfig], mixer: CompressedConfig, streams: StreamSpec, *,
+    layout: MTPLayout = DSPARK, after: int = 1,
+) -> DecoderConfig:  # fmt: skip
+    """The trunk of these layers, with the DSpark drafter if the config has one. mixer: of layers with a window only.
+    after: 1 if the drafter reads the streams after its target layers, 0: before them."""
+    feed = experts(config, hashed=False, drafter=True)
     if config.get(DSPARK.requires):  # the window before a block, and the block's first row
         mixer = replace(mixer, window=mixer.window + 1, block_window=True)
     mtp_layer = keys.layer(config, mixer, feed, streams=streams)
@@ -73,12 +85,12 @@ def parse(config: Config) -> DecoderConfig:
     if not config.get(DSPARK.requires):
         return made
     try:
-        return replace(made, drafter=_drafter(config, made))
+        return replace(made, drafter=_drafter(config, made, layout, after))
     except ModelError as error:  # the trunk runs without it
         return replace(made, no_drafter=error.message)
 
 
-def _drafter(config: Config, trunk: DecoderConfig) -> OwnDrafter:
+def _drafter(config: Config, trunk: DecoderConfig, layout: MTPLayout, after: int) -> OwnDrafter:
     """Sizes of the DSpark drafter. Raises ModelError for wrong values and for variants."""
     if unknown := {key: config[key] for key in config if key.startswith("dspark_") and key not in DRAFTER_KEYS}:
         told = ", ".join(f"{key} {value!r}" for key, value in unknown.items())
@@ -89,13 +101,13 @@ def _drafter(config: Config, trunk: DecoderConfig) -> OwnDrafter:
         what = f"dspark_target_layer_ids is {ids!r}, but must be ascending numbers below {trunk.num_layers}"
         raise ModelError(f"config.json: {what}")
     own = OwnDrafter(
-        tap=tuple(each + 1 for each in ids),
+        tap=tuple(each + after for each in ids),
         block_size=number(config, "dspark_block_size"),
         mask_token_id=number(config, "dspark_noise_token_id", least=0),
         markov_rank=number(config, "dspark_markov_rank", default=256),
         confidence=keys.flag(config, "enable_confidence_head", default=True),
     )
-    count = number(config, DSPARK.count_key, default=0, least=0) or DSPARK.default
+    count = number(config, layout.count_key, default=0, least=0) or layout.default
     drafter_spec(own, count, trunk.vocab_size, trunk.head_layer)  # checks the values
     return own
 
@@ -133,27 +145,39 @@ def _kinds(config: Config, rates: dict[str, int]) -> list[str]:
 
 
 def _mixer(config: Config, kind: str, rates: dict[str, int]) -> CompressedConfig:
+    made = window_mixer(config, compressed=kind != SLIDING)
+    if kind == SLIDING:
+        return made
+    sparse, every, rope = kind == SPARSE, rates[kind], made.rope
+    spec = CompressSpec(every, made.head_dim, overlap=sparse)
+    made = replace(made, compressor=CompressorConfig(spec=spec, rope=rope))
+    if not sparse:
+        return made
+    index = index_spec(config, every, rope)
+    smaller = CompressorConfig(spec=CompressSpec(every, index.head_dim, overlap=True), rope=rope)
+    return replace(made, index=(index, smaller))
+
+
+def window_mixer(config: Config, *, compressed: bool) -> CompressedConfig:
+    """Attention of a layer over its window, with the rope of layers with or without entries."""
     heads, dim, groups = (number(config, key) for key in ("num_attention_heads", "head_dim", "o_groups"))
     if heads % groups:
         raise ModelError(f"config.json: {heads} heads do not make {groups} groups (o_groups)")
-    rope = _rope(config, dim, compressed=kind != SLIDING)
-    made = CompressedConfig(
+    return CompressedConfig(
         num_heads=heads, head_dim=dim, query_rank=number(config, "q_lora_rank"), groups=groups,
-        group_rank=number(config, "o_lora_rank"), window=number(config, "sliding_window", default=128), rope=rope,
+        group_rank=number(config, "o_lora_rank"), window=number(config, "sliding_window", default=128),
+        rope=_rope(config, dim, compressed=compressed),
     )  # fmt: skip
-    if kind == SLIDING:
-        return made
-    sparse, every = kind == SPARSE, rates[kind]
-    made = replace(made, compressor=CompressorConfig(spec=CompressSpec(every, dim, overlap=sparse), rope=rope))
-    if not sparse:
-        return made
+
+
+def index_spec(config: Config, every: int, rope: RopeSpec) -> IndexSpec:
+    """The indexer of entries of `every` positions."""
     index = IndexSpec(
         number(config, "index_n_heads"), number(config, "index_head_dim"), number(config, "index_topk"), every
     )
     if index.head_dim < rope.rotary_dim:
         raise ModelError(f"config.json: index_head_dim is {index.head_dim}, but {rope.rotary_dim} features are rotated")
-    smaller = CompressorConfig(spec=CompressSpec(every, index.head_dim, overlap=True), rope=rope)
-    return replace(made, index=(index, smaller))
+    return index
 
 
 def _rope(config: Config, dim: int, *, compressed: bool) -> RopeSpec:
@@ -179,7 +203,7 @@ def _rope(config: Config, dim: int, *, compressed: bool) -> RopeSpec:
     return replace(rope_spec(read, rotary), trailing=True)
 
 
-def _experts(config: Config, *, hashed: bool, drafter: bool = False) -> MoEConfig:
+def experts(config: Config, *, hashed: bool, drafter: bool = False) -> MoEConfig:
     """Experts of a layer. drafter: of one after the trunk, for which a DSpark drafter has its own keys."""
 
     def own(key: str) -> int:

@@ -245,11 +245,6 @@ def _family(unsupported: str, *aliases: str) -> Family:
 
 
 _FAMILIES: Mapping[str, Family] = {
-    "deepseek_v41": _family(
-        "compressed keys, indexers and candidate blocks that layers share (CSA2), single-pass hyper-connections, and "
-        "memories of normalized n-grams (Engram)",
-        "deepseek_v41_text",
-    ),
     "dots3_note": _family("latent attention with windows", "dots3_note_text", "dots3note"),
     "glm_ocr": _family("rotary positions of several axes", "glm_ocr_text"),
     "mamba2": _family("Mamba2 layers"),

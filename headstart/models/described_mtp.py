@@ -5,11 +5,10 @@ b11434 (src/models, conversion/).
 """
 
 from collections.abc import Callable, Container, Mapping
-from dataclasses import replace
 
 from headstart.formats.sizes import Sizes
 from headstart.heads.published import attention_shapes, latent_shapes
-from headstart.models.mtp import DSPARK, DeclaredShapes, MTPLayout
+from headstart.models.mtp import DeclaredShapes, MTPLayout
 
 MAX_EXPERTS = 4096
 SHARED_COUNTS = ("n_shared_experts", "num_shared_experts")
@@ -119,13 +118,6 @@ def _dots3_embedding(at: str, s: Sizes, present: Present) -> DeclaredShapes:
 
 
 LAYOUTS: Mapping[str, MTPLayout] = {
-    "deepseek_v41": replace(
-        DSPARK,
-        title="DeepSeek-V4.1",
-        count_key="num_nextn_predict_layers",
-        trailing=False,
-        tensors=_module("mtp.{i}.", _vectors("attn_norm", "ffn_norm")),
-    ),
     "glm_ocr": MTPLayout(title="GLM-OCR", tensors=_module(LAYER, _deepseek, _norms, _attention)),
     "mimo_v2": MTPLayout(
         title="MiMo-V2 (Flash, Pro, Omni)",

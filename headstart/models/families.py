@@ -72,7 +72,7 @@ def find_mtp_family(config: Mapping[str, Any], *, from_gguf: bool = False) -> Fo
             continue
         key, family = found
         layout = family.layout(config)
-        if layout and (not family.unsupported or layout.serves(config)):
+        if layout and layout.serves(config):
             return FoundFamily(layout.key or key, family, layout)
     listed = config.get("architectures")
     written = " ".join(map(str, listed)).lower() if isinstance(listed, list) and not from_gguf else ""

@@ -13,7 +13,7 @@ import numpy as np
 
 from headstart.core import Progress, no_progress
 from headstart.errors import ModelError
-from headstart.formats.base import Checkpoint
+from headstart.formats.base import Checkpoint, make_tensor
 from headstart.formats.gguf_names import FOUND
 from headstart.formats.quantization import ACTIVATIONS, readable
 from headstart.formats.rows import unpermute_rows
@@ -23,6 +23,7 @@ from headstart.kernels.streamed import StreamedBackend, lazy
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import Decoder
+from headstart.layers.ngram import NUMBERS
 from headstart.layers.vision import PREFIX, VisionConfig, VisionNetwork
 from headstart.layers.weights import Weights
 from headstart.models import _clip
@@ -228,8 +229,23 @@ def as_canonical(
 ) -> Mapping[str, RawTensor]:
     """`canonical_tensors` of tensors that are readable already."""
     tensors = split_by_layers(read, family, config, from_gguf=checkpoint.canonical_names)
+    tensors |= _token_numbers(checkpoint, config)
     _check_layers(tensors, family, config.num_layers, checkpoint)
     return trailing_modules(tensors, config.num_layers) if family.head else tensors
+
+
+def _token_numbers(checkpoint: Checkpoint, config: DecoderConfig) -> dict[str, RawTensor]:
+    """The tensor NUMBERS of the checkpoint's tokenizer, if a memory reads it. Ids without a token have the number 0."""
+    declared = next((each.memory.normalized for each in config.layers if each.memory and each.memory.normalized), None)
+    if declared is None:
+        return {}
+    (size, count), found = declared, checkpoint.load_tokenizer().normalized_numbers()[: declared[0]]
+    if found.max(initial=-1) + 1 != count:
+        what = f"{checkpoint.name}: the tokenizer has {found.max(initial=-1) + 1} different normalized tokens, but "
+        raise ModelError(f"{what}engram_compressed_vocab_size is {count}", "is it this model's tokenizer?")
+    values = np.zeros(size, np.float32)
+    values[: len(found)] = found
+    return {NUMBERS: make_tensor(NUMBERS, (size, 1), "F32", values.view(np.uint8))}
 
 
 def split_by_layers(

@@ -10,7 +10,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import tokenizers
+from numpy.typing import NDArray
 from tokenizers import AddedToken
 
 from headstart.errors import ModelError
@@ -96,6 +98,12 @@ class Tokenizer:
     def vocabulary(self) -> dict[str, int]:
         """Token text -> id, for all tokens."""
         return dict(self._inner.get_vocab(with_added_tokens=True))
+
+    def normalized_numbers(self) -> NDArray[np.int64]:
+        """int64 [tokens]: a number for each token, equal for those of the same normalized text."""
+        from headstart.text.normalized import normalized_numbers  # few models need it
+
+        return normalized_numbers(self._inner)
 
     def id_of(self, token: str) -> int | None:
         """The id of a token by its text in the vocabulary; None if it is unknown."""

@@ -225,12 +225,12 @@ def test_a_download_that_is_killed_goes_on_where_it_was(hub_here: Hub, tmp_path:
 
 @pytest.mark.slow
 def test_weights_of_a_family_that_does_not_run_are_not_downloaded(hub_here: Hub, tmp_path: Path) -> None:
-    (hub_here.folder / "config.json").write_text(json.dumps({"model_type": "deepseek_v41"}))
+    (hub_here.folder / "config.json").write_text(json.dumps({"model_type": "dots3_note"}))
     command = [*PULL[:3], "generate", REPO, "--prompt", "a"]
     surroundings = environment(hub_here, tmp_path / "home")
     done = subprocess.run(command, env=surroundings, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 2
-    assert "deepseek_v41 models need" in done.stderr
+    assert "dots3_note models need" in done.stderr
     assert f"headstart launch vllm {REPO}" in done.stderr
     assert {name for name, _ in hub_here.asked} == {"config.json"}
 

@@ -126,6 +126,18 @@ ROWS: Mapping[str, FamilyRow] = {
             "num_key_value_heads": 1, "o_lora_rank": 128, "index_n_heads": 64,
             "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128}},
         released={"norm_topk_prob": True, "swiglu_limit": 10.0, "scoring_func": "sqrtsoftplus"}),
+    "deepseek_v41": FamilyRow(
+        # the reading has none of these
+        excluded=(
+            "num_key_value_heads", "attention_bias", "hidden_act", "num_hidden_layers", "rope_scaling",
+            "rope_parameters"),
+        variants={
+            "wide odd heads of one key": {
+                "head_dim": 23, "num_attention_heads": 3, "o_groups": 3, "index_head_dim": 11},
+            "three layers, three streams, no memory": {
+                "num_hidden_layers": 3, "compress_ratios": [1, 1, 0], "kv_source_layer_ids": [0],
+                "index_source_layer_ids": [0, 1], "candidate_source_layer_id": -1, "engram_layer_ids": [],
+                "hc_mult": 3, "dspark_block_size": None}}),
     "ernie4_5": FamilyRow(
         is_relative=True, variants={"ernie4_5, biases": {"model_type": "ernie4_5", "use_bias": True}},
         gguf={"ernie4_5": "ernie4_5"}),

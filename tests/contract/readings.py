@@ -1,14 +1,22 @@
 """Models that transformers has no class of, read in torch from vLLM's code; the names of tensors are those in files."""
 
+import re
+import unicodedata
 from collections.abc import Callable, Mapping
+from functools import cache, reduce
+from itertools import count
+from operator import xor
 from typing import Any
 
+import numpy as np
 import torch
+from tiny_models import tiny_tokenizer
 from torch import Tensor, nn
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear, silu, softplus
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 Config = dict[str, Any]
+Part = Callable[[Tensor], Tensor]
 
 
 class RMSNorm(nn.Module):
@@ -226,5 +234,222 @@ class KimiK3(CausalLM):
         layers[-1].end = lambda sums: mixture(sums, trunk.output_attn_res_norm, trunk.output_attn_res_proj)
 
 
-READINGS: Mapping[str, Callable[[Config], CausalLM]] = {"kimi_k3": KimiK3}
+# DeepSeek-V4.1: vLLM 0.33, models/deepseek_v41 (attention.py, compressor.py, common/engram.py, nvidia/model.py,
+# nvidia/dspark.py), and transformers' models/deepseek_v41 (0a2080b4), without its rounding of caches.
+
+
+def rms(x: Tensor, weight: Tensor | float, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def prime_from(number: int) -> int:
+    return next(n for n in count(number) if all(n % i for i in range(2, int(n**0.5) + 1)))
+
+
+class DeepseekV41(nn.Module):
+    """Reads the tensors under their names in files; a cache holds tokens. Of one sequence."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config, self.arrays = config, dict[str, Tensor]()
+        self.eps, self.streams, self.window = config["rms_norm_eps"], config["hc_mult"], config["sliding_window"]
+
+    def load_state_dict(self, named: Any, strict: bool = True) -> Any:
+        self.arrays = dict(named)
+        return [], []
+
+    def tie_weights(self) -> None:
+        """Nothing."""
+
+    def forward(self, tokens: Tensor, use_cache: bool, cache: Tensor | None = None) -> CausalLMOutputWithPast:
+        every = tokens if cache is None else torch.cat((cache, tokens), 1)
+        return CausalLMOutputWithPast(logits=self.logits(self.trunk(every[0])[0])[None], past_key_values=every)
+
+    def logits(self, x: Tensor, norm: str = "norm.weight") -> Tensor:
+        head = self.arrays["embed.weight" if self.config["tie_word_embeddings"] else "head.weight"]
+        return linear(rms(x, self.arrays[norm], self.eps), head)
+
+    def trunk(self, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The last sum of the streams [T, H], and their mean before each layer."""
+        x = self.arrays["embed.weight"][tokens][:, None].repeat(1, self.streams, 1)
+        weights, means, shared = self.first(x), list[Tensor](), dict[str, Any]()
+        for i in range(self.config["num_hidden_layers"]):
+            means.append(x.mean(1))
+            if i in self.config["engram_layer_ids"]:
+                x = self.memory(i, x, tokens)
+            x, weights = self.layer(f"layers.{i}", x, weights, lambda y, i=i: self.attention(i, y, shared))
+        return (weights[..., None] * x).sum(1), means
+
+    def first(self, x: Tensor) -> Tensor:
+        return torch.eye(self.streams, dtype=x.dtype)[0].expand(len(x), -1)
+
+    def layer(
+        self, at: str, x: Tensor, weights: Tensor, attention: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Streams [T, n, H], and the weights that the part before computed [T, n] -> the same behind the layer."""
+        n, eps = self.streams, self.config["hc_eps"]
+        for kind, part in (("attn", attention), ("ffn", lambda y: self.experts(f"{at}.ffn", y))):
+            mixes = linear(rms(x.flatten(1), 1.0, self.eps), self.arrays[f"{at}.hc_{kind}_fn"])
+            scale, base = self.arrays[f"{at}.hc_{kind}_scale"], self.arrays[f"{at}.hc_{kind}_base"]
+            pre, post, square = (
+                each * scale[i] + own
+                for i, (each, own) in enumerate(
+                    zip(mixes.split((n, n, n * n), -1), base.split((n, n, n * n)), strict=True)
+                )
+            )
+            square = square.unflatten(-1, (n, n)).softmax(-1) + eps
+            square = square / (square.sum(-2, keepdim=True) + eps)
+            for _ in range(self.config["hc_sinkhorn_iters"] - 1):
+                square = square / (square.sum(-1, keepdim=True) + eps)
+                square = square / (square.sum(-2, keepdim=True) + eps)
+            y = part(rms((weights[..., None] * x).sum(1), self.arrays[f"{at}.{kind}_norm.weight"], self.eps))
+            x = 2 * post.sigmoid()[..., None] * y[:, None] + torch.einsum("tjk,tjh->tkh", square, x)
+            weights = pre.sigmoid() + eps
+        return x, weights
+
+    def rope(self, x: Tensor, positions: Tensor, theta: float, inverse: bool = False) -> Tensor:
+        """[T, heads, D]: rotates pairs of neighbours among the last features."""
+        width = self.config["qk_rope_head_dim"]
+        angles = positions.double()[:, None, None] * theta ** (-torch.arange(0, width, 2).double() / width)
+        turn = torch.polar(torch.ones_like(angles), -angles if inverse else angles)
+        pairs = torch.view_as_complex(x[..., -width:].double().unflatten(-1, (-1, 2)).contiguous())
+        return torch.cat((x[..., :-width], torch.view_as_real(pairs * turn).flatten(-2).to(x.dtype)), -1)
+
+    def attention(self, layer: int, x: Tensor, shared: dict[str, Any]) -> Tensor:
+        at, every, rows = f"layers.{layer}.attn", self.config["compress_ratios"][layer], torch.arange(len(x))
+        theta = self.config["compress_rope_theta" if every else "rope_theta"]
+        keys, behind = self.keys(at, x, rows, theta), rows[:, None] - rows
+        seen = (behind >= 0) & (behind < self.window)
+        if every:
+            if layer in self.config["kv_source_layer_ids"]:
+                entries, first = self.entries(f"{at}.compressor", x, every), rows[::every][: len(x) // every]
+                index = rms(
+                    linear(entries, self.arrays[f"{at}.indexer.wk.weight"]),
+                    self.arrays[f"{at}.indexer.k_norm.weight"], self.eps,
+                )  # fmt: skip
+                turned = (self.rope(each[:, None], first, theta)[:, 0] for each in (entries, index))
+                shared["entries"], shared["index"] = turned
+            if layer in self.config["index_source_layer_ids"]:
+                shared["seen"] = self.selected(at, x, shared["index"], (rows + 1) // every, theta)
+            keys, seen = torch.cat((keys, shared["entries"])), torch.cat((seen, shared["seen"]), -1)
+        return self.attend(at, x, keys, seen, rows, theta)
+
+    def keys(self, at: str, x: Tensor, positions: Tensor, theta: float) -> Tensor:
+        kv = rms(linear(x, self.arrays[f"{at}.wkv.weight"]), self.arrays[f"{at}.kv_norm.weight"], self.eps)
+        return self.rope(kv[:, None], positions, theta)[:, 0]
+
+    def entries(self, at: str, x: Tensor, every: int) -> Tensor:
+        """[T / every, D], not rotated."""
+        whole = x[: len(x) // every * every].unflatten(0, (-1, every))
+        values, gates = linear(whole, self.arrays[f"{at}.wkv.weight"]), torch.zeros(())
+        if every > 1:
+            gates = linear(whole, self.arrays[f"{at}.wgate.weight"])
+        return rms((values * gates.expand_as(values).softmax(1)).sum(1), self.arrays[f"{at}.norm.weight"], self.eps)
+
+    def low(self, at: str, x: Tensor) -> Tensor:
+        return rms(linear(x, self.arrays[f"{at}.wq_a.weight"]), self.arrays[f"{at}.q_norm.weight"], self.eps)
+
+    def selected(self, at: str, x: Tensor, index: Tensor, visible: Tensor, theta: float) -> Tensor:
+        """bool [T, entries]."""
+        q = linear(self.low(at, x), self.arrays[f"{at}.indexer.wq_b.weight"]).unflatten(-1, (-1, index.shape[-1]))
+        products = torch.einsum("thd,nd->tnh", self.rope(q, torch.arange(len(x)), theta), index).relu()
+        scores = (products * linear(x, self.arrays[f"{at}.indexer.weights_proj.weight"])[:, None]).sum(-1)
+        scores = scores.masked_fill(torch.arange(len(index)) >= visible[:, None], -torch.inf)
+        best = scores.topk(min(self.config["index_topk"], len(index)), -1)
+        return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best.indices, best.values > -torch.inf)
+
+    def attend(self, at: str, x: Tensor, keys: Tensor, seen: Tensor, positions: Tensor, theta: float) -> Tensor:
+        q = linear(self.low(at, x), self.arrays[f"{at}.wq_b.weight"]).unflatten(-1, (-1, keys.shape[-1]))
+        scores = torch.einsum("thd,nd->thn", self.rope(q, positions, theta), keys) * keys.shape[-1] ** -0.5
+        scores = scores.masked_fill(~seen[:, None], -torch.inf)
+        sinks = self.arrays[f"{at}.attn_sink"].expand(len(x), -1)[..., None]
+        out = torch.einsum("thn,nd->thd", torch.cat((scores, sinks), -1).softmax(-1)[..., :-1], keys)
+        out, groups = self.rope(out, positions, theta, inverse=True), self.config["o_groups"]
+        down = self.arrays[f"{at}.wo_a.weight"].unflatten(0, (groups, -1))
+        narrow = torch.einsum("tgw,gow->tgo", out.flatten(1).unflatten(-1, (groups, -1)), down)
+        return linear(narrow.flatten(1), self.arrays[f"{at}.wo_b.weight"])
+
+    def expert(self, at: str, x: Tensor) -> Tensor:
+        gate, up = (linear(x, self.arrays[f"{at}.{name}.weight"]) for name in ("w1", "w3"))
+        return linear(silu(gate.clamp(max=10)) * up.clamp(-10, 10), self.arrays[f"{at}.w2.weight"])
+
+    def experts(self, at: str, x: Tensor) -> Tensor:
+        drafts = "dspark_" if at.startswith("mtp.") else ""
+        top = self.config.get(f"{drafts}num_experts_per_tok") or self.config["num_experts_per_tok"]
+        scores = softplus(linear(x, self.arrays[f"{at}.gate.weight"])).sqrt()
+        chosen = (scores + self.arrays[f"{at}.gate.bias"]).topk(top).indices
+        shares = scores.gather(-1, chosen)
+        shares = shares / (shares.sum(-1, keepdim=True) + 1e-20) * self.config["routed_scaling_factor"]
+        weights = torch.zeros_like(scores).scatter(-1, chosen, shares)
+        routed = sum(weights[:, e, None] * self.expert(f"{at}.experts.{e}", x) for e in range(scores.shape[-1]))
+        return routed + self.expert(f"{at}.shared_experts", x)
+
+    def memory(self, layer: int, x: Tensor, tokens: Tensor) -> Tensor:
+        at, hidden = f"layers.{layer}.engram", x.shape[-1]
+        e = self.arrays[f"{at}.embed.weight"][self.rows(layer, tokens)].flatten(1)
+        kv = linear(e, self.arrays[f"{at}.wkv.weight"])
+        keys, value = kv[:, :-hidden].unflatten(-1, (-1, hidden)), kv[:, -hidden:]
+        product = rms(x, 1.0, self.eps) * rms(keys, 1.0, self.eps)
+        dots = (product * (self.arrays[f"{at}.q_weight"] * self.arrays[f"{at}.k_weight"])).sum(-1) * hidden**-0.5
+        gates = torch.copysign(dots.abs().clamp(min=1e-6).sqrt(), dots).sigmoid()
+        return x + gates[..., None] * value[:, None]
+
+    def rows(self, layer: int, tokens: Tensor) -> Tensor:
+        """Rows of a table [T, hashes]."""
+        config, longest, heads = self.config, self.config["engram_max_ngram_size"], self.config["engram_n_heads"]
+        ids, sizes = sorted(config["engram_layer_ids"]), [config["engram_vocab_size"] - 1]
+        for _ in range(len(ids) * (longest - 1) * heads):
+            sizes.append(prime_from(sizes[-1] + 1))
+        own = sizes[1:][ids.index(layer) * (longest - 1) * heads :][: (longest - 1) * heads]
+        bound = (2**63 - 1) // config["engram_compressed_vocab_size"] // 2
+        factors = (np.random.default_rng(10007 * layer).integers(0, bound, longest) * 2 + 1).tolist()
+        table, found = token_map(config["vocab_size"]), list[list[int]]()
+        assert max(table) + 1 == config["engram_compressed_vocab_size"]
+        numbers = [table[config["engram_pad_token_id"]]] * (longest - 1) + [table[each] for each in tokens.tolist()]
+        for t in range(len(tokens)):
+            last, row = numbers[t : t + longest][::-1], list[int]()
+            for i in range(1, longest):
+                mixed = reduce(xor, (a * b for a, b in zip(last[: i + 1], factors, strict=False)))
+                row += [mixed % size for size in own[(i - 1) * heads : i * heads]]
+            found.append([sum(own[:j]) + each for j, each in enumerate(row)])
+        return torch.tensor(found)
+
+    def drafted(self, states: Tensor, anchor: int) -> tuple[Tensor, Tensor]:
+        """Taps [N, taps * H] of positions 0 .. N - 1, the token at N -> (base logits [B, V], sums [B, H])."""
+        main = linear(states, self.arrays["mtp.0.main_proj.weight"])
+        main = rms(main, self.arrays["mtp.0.main_norm.weight"], self.eps)
+        size, theta = self.config["dspark_block_size"], self.config["rope_theta"]
+        before, positions = torch.arange(len(states)), len(states) + torch.arange(size)
+        ids = [anchor] + [self.config["dspark_noise_token_id"]] * (size - 1)
+        x = self.arrays["embed.weight"][ids][:, None].repeat(1, self.streams, 1)
+        weights, last = self.first(x), self.config["num_nextn_predict_layers"] - 1
+
+        def attention(at: str, y: Tensor) -> Tensor:
+            both = self.keys(at, main, before, theta)[-self.window :], self.keys(at, y, positions, theta)
+            keys = torch.cat(both)
+            return self.attend(at, y, keys, torch.ones(size, len(keys), dtype=torch.bool), positions, theta)
+
+        for i in range(last + 1):
+            x, weights = self.layer(f"mtp.{i}", x, weights, lambda y, i=i: attention(f"mtp.{i}.attn", y))
+        summed = (weights[..., None] * x).sum(1)
+        return self.logits(summed, f"mtp.{last}.norm.weight"), summed
+
+
+@cache
+def token_map(vocab: int) -> list[int]:
+    """Number of each token's normalized text; ids without a token: 0."""
+    tokenizer, keys, numbers = tiny_tokenizer(vocab), dict[str, int](), list[int]()
+    for token in range(tokenizer.get_vocab_size()):
+        text = tokenizer.decode([token], skip_special_tokens=False)
+        key = tokenizer.id_to_token(token)
+        if "\ufffd" not in text:
+            plain = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", text))
+            plain = "".join(each for each in plain if unicodedata.category(each) != "Mn").lower()
+            plain = re.sub(r"[ \t\r\n]+", " ", plain)
+            key = plain if plain == " " else plain.strip() or text
+        numbers.append(keys.setdefault(key, len(keys)))
+    return numbers + [0] * (vocab - len(numbers))
+
+
+READINGS: Mapping[str, Callable[[Config], nn.Module]] = {"kimi_k3": KimiK3, "deepseek_v41": DeepseekV41}
 """Family -> its model."""

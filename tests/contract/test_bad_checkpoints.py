@@ -80,7 +80,7 @@ CASES = {
     "more MTP modules than there are": Bad(
         "glm4_moe", "promises 3 MTP modules (num_nextn_predict_layers = 3), but", {"num_nextn_predict_layers": 3}),
     "a sparse indexer": Bad("deepseek_v3", "index_n_heads is missing", {"index_topk": 64}),
-    "a family with hashed n-grams": Bad("deepseek_v4", "memories of normalized", {"model_type": "deepseek_v41"}),
+    "a family that does not run": Bad("deepseek_v4", "latent attention with windows", {"model_type": "dots3_note"}),
     "a family with fused projections": Bad("qwen3", "mimo_v2 models need projections fused", {"model_type": "mimo_v2"}),
     "a head": Bad("qwen3", "is a head, not a whole model", {"headstart_head": 1}),
     "no family": Bad("qwen3", "names no model_type", {"model_type": None}),

@@ -53,7 +53,8 @@ def same_decision(path: Path, *expected: str) -> dict[str, Any]:
     else:
         head = model_at(path).head
         count = sum(module["found"] > 0 for module in heads["modules"])
-        assert (head.spec.num_modules if head else 0) == (count if verdict == "alive" else 0), heads["reason"]
+        layers = (head.spec.block.num_layers if head.spec.block else head.spec.num_modules) if head else 0
+        assert layers == (count if verdict == "alive" else 0), heads["reason"]
     assert verdict in expected, heads["reason"]
     return heads
 

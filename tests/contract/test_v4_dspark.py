@@ -1,5 +1,5 @@
-"""DeepSeek-V4 with a DSpark drafter inside the checkpoint (V4-Flash-0731): what it computes equals a reading of
-DeepSeek's and vLLM's code, the text is that of plain decoding, and a drafter that cannot run leaves the trunk."""
+"""DeepSeek-V4 with a DSpark drafter inside the checkpoint (V4-Flash-0731), and V4.1: what it computes equals a reading
+of DeepSeek's and vLLM's code, the text is that of plain decoding, and a drafter that cannot run leaves the trunk."""
 
 import json
 import logging
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from oracles import build_oracle, config_and_tensors
+from readings import DeepseekV41
 from support import EOS, family_of, make, model_at, new_folder, new_sequence, prompt_of, request, run, varied_requests
 from tiny_models import write_model
 from torch import Tensor
@@ -34,17 +35,21 @@ DSPARK: Mapping[str, Any] = {
     "dspark_target_layer_ids": TARGETS, "compress_ratios": [4, 128, 0, 0, 0, 0], "sliding_window": WINDOW,
     "num_nextn_predict_layers": 1,
 }  # fmt: skip
+DSPARK_V41: Mapping[str, Any] = {
+    "dspark_target_layer_ids": [1, 4, 5], "num_nextn_predict_layers": STAGES, "sliding_window": WINDOW,
+}  # fmt: skip
+KEYS = {"deepseek_v4": DSPARK, "deepseek_v41": DSPARK_V41}
 
 
 @cache
-def written(**changes: Any) -> Path:
+def written(family: str = "deepseek_v4", **changes: Any) -> Path:
     """The tiny checkpoint."""
-    return write_model(new_folder(), *family_of("deepseek_v4").tiny(**{**DSPARK, **changes}))
+    return write_model(new_folder(), *family_of(family).tiny(**{**KEYS[family], **changes}))
 
 
 @cache
-def loaded(backend: str = "reference", dtype: str = "float64", **changes: Any) -> Model:
-    return model_at(written(**changes), backend, dtype)
+def loaded(backend: str = "reference", dtype: str = "float64", family: str = "deepseek_v4", **changes: Any) -> Model:
+    return model_at(written(family, **changes), backend, dtype)
 
 
 def unrounded(model: Model) -> Model:
@@ -61,6 +66,8 @@ def unrounded(model: Model) -> Model:
 
 class Drafter:
     """The drafter's formulas over the tensors as they are in the files, in float64."""
+
+    markov = "markov_w1", "markov_w2"
 
     def __init__(self, config: Mapping[str, Any], arrays: Mapping[str, Tensor]) -> None:
         self.config, self.arrays = config, {name: each.double() for name, each in arrays.items()}
@@ -158,15 +165,34 @@ class Drafter:
         """Greedy tokens of a block, and the confidence in each."""
         (logits, summed), tokens, confidences, last = self(states, anchor), [anchor], list[float](), STAGES - 1
         for row in range(BLOCK_SIZE):
-            e = self.at(last, "markov_head.markov_w1.weight")[tokens[-1]]
-            tokens.append(int((logits[row] + linear(e, self.at(last, "markov_head.markov_w2.weight"))).argmax()))
+            table, out = (self.at(last, f"markov_head.{name}.weight") for name in self.markov)
+            e = table[tokens[-1]]
+            tokens.append(int((logits[row] + linear(e, out)).argmax()))
             both = torch.cat((summed[row], e))
             confidences.append(float(linear(both, self.at(last, "confidence_head.proj.weight")).sigmoid()))
         return tokens[1:], confidences
 
 
+class DrafterOfV41(Drafter):
+    markov = "embed", "head"
+
+    def __call__(self, states: Tensor, anchor: int) -> tuple[Tensor, Tensor]:
+        return reading_of(self.config, self.arrays).drafted(states, anchor)
+
+
+def reading_of(config: Mapping[str, Any], arrays: Mapping[str, Tensor]) -> DeepseekV41:
+    reading = DeepseekV41(dict(config))
+    reading.load_state_dict(arrays)
+    return reading
+
+
 def taps_of(model: Model, tokens: list[int]) -> tuple[Drafter, Tensor]:
-    """The oracle, and transformers' mean of the streams after each target layer, [T, taps * H]."""
+    """The oracle, and the oracle's mean of the streams after each target layer (V4.1: before it), [T, taps * H]."""
+    if model.checkpoint.config["model_type"] != "deepseek_v4":
+        arrays = {name: torch.tensor(each.float32()) for name, each in model.checkpoint.tensors.items()}
+        drafter = DrafterOfV41(model.checkpoint.config, arrays)
+        _, means = reading_of(drafter.config, drafter.arrays).trunk(torch.tensor(tokens))
+        return drafter, torch.cat([means[each] for each in DSPARK_V41["dspark_target_layer_ids"]], -1)
     config, tensors = config_and_tensors("deepseek_v4", model)
     trunk = {name: each for name, each in tensors.items() if not name.startswith("mtp.")}
     oracle, missing, unexpected = build_oracle("deepseek_v4", {**config, "num_nextn_predict_layers": 0}, trunk)
@@ -188,11 +214,15 @@ TOLERANCE = {"reference": 1e-4, "native": 1e-3}
 """Of logits."""
 
 
+@pytest.mark.parametrize("family", KEYS)
 @pytest.mark.parametrize(("backend", "dtype"), [("reference", "float64"), ("native", "float32")])
 @pytest.mark.parametrize(("length", "window"), [(1, 64), (7, 64), (40, 64), (11, 11), (12, 11), (40, 11), (40, 2)])
-def test_what_it_drafts_is_what_public_code_says(backend: str, dtype: str, length: int, window: int) -> None:
+def test_what_it_drafts_is_what_public_code_says(
+    backend: str, dtype: str, length: int, window: int, family: str
+) -> None:
     exact: dict[str, Any] = {"kv_cache_dtype": "float32"} if backend == "native" else {}
-    model, tokens = model_at(written(sliding_window=window), backend, dtype, **exact), [1, *prompt_of(length, 5)]
+    path, tokens = written(family, sliding_window=window), [1, *prompt_of(length, 5)]
+    model = model_at(path, backend, dtype, **exact)
     oracle, taps = taps_of(model, tokens)
     expected, _ = oracle(taps[:-1], tokens[-1])
     how: dict[str, Any] = {
@@ -221,8 +251,8 @@ def test_what_it_drafts_is_what_public_code_says(backend: str, dtype: str, lengt
 
 
 @cache
-def plain(backend: str, dtype: str, temperature: float) -> Any:
-    engine = make(loaded(backend, dtype), backend=backend, dtype=dtype, drafter="none", block_size=16)
+def plain(backend: str, dtype: str, temperature: float, family: str) -> Any:
+    engine = make(loaded(backend, dtype, family), backend=backend, dtype=dtype, drafter="none", block_size=16)
     return {key: each.tokens for key, each in run(engine, varied_requests(temperature)).items()}
 
 
@@ -232,22 +262,24 @@ SETTINGS: Mapping[str, dict[str, Any]] = {
     "preempted": {"kv_blocks": 10, "enable_prefix_caching": False},
     "auto": {"depth": "auto", "drafter": "mixed"},
     "preempted, chunks": {"kv_blocks": 10, "enable_prefix_caching": False, "max_num_batched_tokens": 24},
+    "n-grams": {"drafter": "ngram"},
 }
 
 
+@pytest.mark.parametrize("family", KEYS)
 @pytest.mark.parametrize(("backend", "dtype", "settings"), [
     *(("native", "float32", each) for each in SETTINGS),
     *(("reference", "float64", each) for each in ("batch", "preempted, chunks")),
 ])  # fmt: skip
-def test_the_text_is_that_of_plain_decoding(backend: str, dtype: str, settings: str) -> None:
-    for temperature in (0.0, 1.0):
+def test_the_text_is_that_of_plain_decoding(backend: str, dtype: str, settings: str, family: str) -> None:
+    for temperature in (0.0, 0.8):
         how = {"backend": backend, "dtype": dtype, "depth": BLOCK_SIZE, "block_size": 16, **SETTINGS[settings]}
-        engine = make(loaded(backend, dtype), **how)
+        engine = make(loaded(backend, dtype, family), **how)
         for _ in range(2):  # the second time from the prefix cache
             found = {key: each.tokens for key, each in run(engine, varied_requests(temperature)).items()}
-            assert found == plain(backend, dtype, temperature)
-        assert engine.drafting.drafter.method == "block" or settings == "auto"
-        assert engine.stats.drafted > 20 or settings == "auto"
+            assert found == plain(backend, dtype, temperature, family)
+        assert engine.drafting.drafter.method == "block" or "drafter" in SETTINGS[settings]
+        assert engine.stats.drafted > 20 or "drafter" in SETTINGS[settings]
 
 
 def test_drafts_beyond_the_window() -> None:

@@ -81,8 +81,8 @@ def block_of(stored: Stored, shape: Shape) -> tuple[int, int]:
         raise _misfit(stored, scale)
     sizes = _declared(stored) or tuple(map(_size, shape[-2:], grid[-2:]))
     fits = tuple(-(-size // each) for size, each in zip(shape[-2:], sizes, strict=True)) == grid[-2:]
-    if not fits and grid == (*shape[:-1], 1):  # one scale per row, although the config declares blocks
-        return 1, shape[-1]
+    if not fits and grid[:-1] == shape[:-1] and shape[-1] % grid[-1] == 0:  # of rows, although the config has blocks
+        return 1, shape[-1] // grid[-1]
     if not fits:
         raise _misfit(stored, scale, sizes)
     return sizes[0], sizes[1]

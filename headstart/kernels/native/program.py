@@ -69,12 +69,13 @@ class ProgramRecorder:
         assert ids == "token_ids", ids
         return Symbol(table.cols, self.program.embed(table, table.cols))
 
-    def token_values(self, ids: Input) -> Symbol:
+    def token_values(self, ids: Input, numbers: NDArray[np.int64] | None = None) -> Symbol:
         assert ids == "token_ids", ids
-        return Symbol(1, self.program.token_values())
+        return Symbol(1, self.program.token_values(numbers))
 
     def embed_ngrams(self, table: Matrix, last: Symbol, spec: specs.NGramSpec) -> Symbol:
-        index = self.program.embed_ngrams(self._index(last), table, list(spec.factors), list(spec.sizes), spec.end)
+        hashes = list(spec.factors), list(spec.sizes), spec.end, spec.cuts
+        index = self.program.embed_ngrams(self._index(last), table, *hashes)
         return Symbol(table.cols * len(spec.sizes), index)
 
     def signed_sqrt(self, x: Symbol, least: float) -> Symbol:

@@ -150,7 +150,8 @@ class ReferenceOps(TorchOps):
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         return torch.nn.functional.embedding(ids, table)
 
-    def token_values(self, ids: Tensor) -> Tensor:
+    def token_values(self, ids: Tensor, numbers: Tensor | None = None) -> Tensor:
+        ids = ids if numbers is None else numbers[ids]
         return (ids + 1).to(torch.get_default_dtype())[..., None]  # a narrow dtype would round them
 
     def embed_ngrams(self, table: Tensor, last: Tensor, spec: specs.NGramSpec) -> Tensor:

@@ -12,11 +12,10 @@ from headstart.formats.rows import in_memory
 from headstart.formats.sizes import SIZE_KEYS, as_size, lookup, text_config
 from headstart.heads import assistant
 from headstart.heads.base import HeadSpec
-from headstart.heads.kind import HeadCheckpoint
+from headstart.heads.kind import HeadCheckpoint, head_kind
 from headstart.kernels.ops import AttentionSpec
 from headstart.layers.attention import AttentionConfig
-from headstart.layers.costs import FeedForwardCost, LayerCost
-from headstart.layers.decoder import tapped_layers
+from headstart.layers.costs import FeedForwardCost, LayerCost, num_elements
 from headstart.layers.mlp import MLPConfig
 from headstart.models.classify import DrafterKind
 from headstart.models.described import read_common
@@ -240,9 +239,10 @@ def as_block(built: DrafterShape, spec: HeadSpec) -> DrafterShape:
     """Returns the drafter as a block drafter, if `spec` declares one."""
     if not (block := spec.block):
         return built
-    kind, taps = "dspark" if block.anchor_predicts else "dflash", len(tapped_layers(spec.tap))
-    built = replace(built, kind=kind, projection=taps * built.hidden_size**2)
-    return _with_markov(replace(built, single_pass=True, max_depth=block.block_size), block.markov_rank)
+    kind, every = "dspark" if block.anchor_predicts else "dflash", head_kind(spec.kind).shapes(spec, built.hidden_size)
+    built = replace(built, kind=kind, projection=0, single_pass=True, max_depth=block.block_size)
+    built = _with_markov(built, block.markov_rank)
+    return replace(built, projection=num_elements(every) - built.parameters)
 
 
 def _replace_drafter(shape: ModelShape, drafter: DrafterShape, weight_bytes: float = FLOAT_BYTES) -> ModelShape:

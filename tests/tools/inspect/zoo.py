@@ -72,9 +72,11 @@ ZOO: dict[str, Animal] = {
     "deepseek_v3": deepseek("deepseek_v3"),
     "deepseek_v32": deepseek("deepseek_v32", **DSA),
     "deepseek_v41": Animal(
-        {"model_type": "deepseek_v41", "dspark_block_size": 5, "hc_mult": 2},
-        {"mtp.2.attn_norm.weight": (H,), "mtp.0.ffn_norm.weight": (H,)}, key=NEXTN, count=3, nested="text_config",
-        wrapper=""),
+        {**V4, **DSPARK, "model_type": "deepseek_v41", "compress_ratios": [0, 2, 2, 1], "engram_layer_ids": []},
+        {
+            "mtp.0.main_proj.weight": (H, 2 * H), "mtp.1.attn.wo_a.weight": (12, 16),
+            "mtp.2.markov_head.head.weight": (V, 6), "mtp.2.confidence_head.proj.weight": (1, H + 6)},
+        count=3, nested="text_config", wrapper=""),
     "deepseek_v4_dspark": Animal(
         {**V4, **DSPARK},
         {

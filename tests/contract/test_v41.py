@@ -1,0 +1,107 @@
+"""DeepSeek-V4.1: tensors and keys as released, numbers of normalized tokens, the longest context, what is refused.
+Logits: test_families.py and test_v4_dspark.py."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from readings import token_map
+from support import family_of, make, model_at, prompt_of, request, run
+from test_v4_dspark import DSPARK_V41, written
+from tiny_models import tiny_tokenizer, write_model
+from tokenizers import Tokenizer, models
+
+from headstart.errors import HeadstartError, ModelError
+from headstart.layers.ngram import primes_from
+from headstart.models.deepseek_v41 import _factors
+from headstart.text.normalized import normalized_numbers
+
+FAMILY = "deepseek_v41"
+FP8 = {
+    "quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [32, 32], "expert_dtype": "fp4",
+    "activation_scheme": "dynamic",
+}  # fmt: skip
+
+
+def released(folder: Path) -> Path:
+    """The tiny model with nested keys, FP8 in blocks of 32 x 32 and of 32 columns of a table, and tensors of images."""
+    config, arrays = family_of(FAMILY).tiny(**DSPARK_V41, engram_head_dim=64, hidden_size=64)
+    stored: dict[str, Any] = dict(arrays)
+    for name, array in arrays.items():
+        if name.endswith(("engram.embed.weight", ".wkv.weight", ".wo_b.weight")):
+            rows = 1 if ".embed." in name else 32
+            scales = np.full((-(-len(array) // rows), -(-array.shape[1] // 32)), 121, np.uint8)
+            stored[name] = (np.clip(np.round(array * 64), 1, 120).astype(np.uint8), "F8_E4M3")
+            stored[name.replace("weight", "scale")] = (scales, "F8_E8M0")
+    for name in ("mtp.0.ffn.gate.bias_vl", "vision.patch_embed.weight", "image_start"):
+        stored[name] = np.zeros(4, np.float32)
+    path = write_model(folder, config, stored)
+    outer = {"model_type": FAMILY, "architectures": config.pop("architectures"), "quantization_config": FP8}
+    outer |= {"text_config": config, "image_token_id": 7, "vision_config": {"model_type": "deepseek_v41_vision"}}
+    (path / "config.json").write_text(json.dumps(outer))
+    return path
+
+
+def test_tensors_and_keys_as_released(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        model = model_at(released(tmp_path / "model"))
+    assert "reads text only" in caplog.text and model.head
+    table = model.weights.tensors["layers.0.memory.embed_tokens.weight"]
+    assert table.dtype.startswith("E4M3") and 0 < table.float32().min() < table.float32().max()
+    texts = [request(prompt_of(20, 3), max_tokens=8, stops=())]
+    assert run(make(model), texts)["r", 0].tokens == run(make(model, drafter="none"), texts)["r", 0].tokens
+
+
+def test_numbers_of_normalized_tokens() -> None:
+    tokenizer = tiny_tokenizer(131)
+    assert [*normalized_numbers(tokenizer)] == token_map(131)[: tokenizer.get_vocab_size()]
+    words = ["the", " The", "THÉ", "\uff34HE", " ", "\n\n", "", "ß", "\ufffd"]
+    plain = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}))
+    assert [*normalized_numbers(plain)] == [0, 0, 0, 0, 1, 1, 2, 3, 4]
+    with pytest.raises(ModelError, match="88 different normalized tokens, but engram_compressed_vocab_size is 87"):
+        model_at(written(FAMILY, engram_compressed_vocab_size=87))
+
+
+def test_hashes_of_the_published_tables() -> None:
+    sizes = primes_from(16_000_000, 48)
+    assert [sum(sizes[:24]), sum(sizes[24:])] == [384006168, 384016682]  # engram_num_embeddings
+    bound = (2**63 - 1) // 99092 // 2
+    for layer in (1, 14):
+        drawn = np.random.default_rng(10007 * layer).integers(low=0, high=bound, size=(4,), dtype=np.int64)
+        assert _factors(layer, 4, 99092) == tuple((drawn * 2 + 1).tolist())
+
+
+def test_a_context_of_which_not_all_blocks_are_candidates() -> None:
+    few = {"candidate_topk_blocks": 5, "candidate_block_size": 8}
+    model = model_at(written(FAMILY, **few))
+    assert model.config.max_length == 40
+    assert model_at(written(FAMILY, **few, candidate_source_layer_id=5)).config.max_length == 512
+    assert model_at(written(FAMILY, **few, candidate_source_layer_id=1)).config.max_length == 80
+    with pytest.raises(HeadstartError, match="40"):
+        make(model, max_model_len=41)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"compress_ratios": [0, 2, 2, 1, 1, 4]}, "compress_ratios"),
+    ({"compress_ratios": [0, 2, 2]}, "compress_ratios"),
+    ({"compress_ratios": [0, 2, 2, 2, 1, 1]}, "layer 4 needs a layer before it"),
+    ({"compress_ratios": [0, 2, 2, 1, 1, 0]}, "layer 5 selects"),
+    ({"kv_source_layer_ids": [3]}, "layer 1 needs a layer before it"),
+    ({"index_source_layer_ids": [1]}, "index_source_layer_ids"),
+    ({"kv_source_layer_ids": [1, -1]}, "kv_source_layer_ids"),
+    ({"engram_layer_ids": 1}, "engram_layer_ids"),
+    ({"engram_num_embeddings": [1, 2]}, "engram_num_embeddings"),
+    ({"engram_n_heads": 10**6}, "engram_max_ngram_size"),
+    ({"gate_temp": 2.0}, "gate_temp"),
+    ({"engram_gate": 1}, "engram_gate"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), WRONG)
+def test_what_is_not_run_is_refused(changes: dict[str, Any], said: str) -> None:
+    family = family_of(FAMILY)
+    with pytest.raises(ModelError, match=said):
+        family.read(family.tiny_config(**changes))
