@@ -99,7 +99,7 @@ def test_long_prompts_side_by_side_have_the_text_of_each_alone() -> None:
     for drafter, settings in {"none": {}, "mtp": {"depth": 1, "draft_width": 2}}.items():
         config = EngineConfig(drafter=drafter, threads=2, max_model_len=2048, enable_prefix_caching=False, **settings)
         with LLM(None, config) as llm:
-            groups = {"together": [prompts], "alone": [[prompt] for prompt in prompts] if drafter == "none" else []}
+            groups = {"together": [prompts]} | ({"alone": [[each] for each in prompts]} if drafter == "none" else {})
             for name, each in groups.items():
                 answers = [answer for group in each for answer in llm.generate(group, params)]
                 found[drafter, name] = [[(one.token, one.logprob) for one in answer.logprobs] for answer in answers]
