@@ -9,7 +9,7 @@ from pathlib import Path
 from headstart.options import REQUIRED, ModelOptions, OptionGroup, argument, option
 
 MAX_MINUTES = 7 * 24 * 60
-MAX_COUNT = 10_000_000  # more requests, runs or tokens are a typing error
+MAX_COUNT, MAX_TOKENS = 1_000_000, 10_000_000  # more requests or runs, and more tokens, are a typing error
 CHUNKED = {"on": (True,), "off": (False,), "both": (True, False)}
 LAYOUTS = (
     "xllm, vllm-eagle, speculators or gguf (the head alone); vllm-mimo (trunk and MTP head); vllm-eagle3, vllm-dflash, "
@@ -133,7 +133,7 @@ class BenchFlags(ModelOptions):
         default=(),
     )
     preset: str | None = option("Named load: sharegpt-2500-1500 (80 long requests).")
-    scale: float = option("Multiplies the lengths of --preset, --input-tokens.", default=1.0, above=0, max=MAX_COUNT)
+    scale: float = option("Multiplies the lengths of --preset, --input-tokens.", default=1.0, above=0, max=1000)
     concurrency: tuple[int, ...] = option(
         "Requests at a time, comma-separated. Default: 1,4,16; slow models: fewer.", default=(), min=1, max=MAX_COUNT
     )
@@ -141,9 +141,9 @@ class BenchFlags(ModelOptions):
         "Instead: requests per second, at random (Poisson) times.", "--request-rate", default=(), above=0, max=MAX_COUNT
     )
     requests: int | None = option("Requests of a run. Default: 8, or two per client.", min=1, max=MAX_COUNT)
-    input_tokens: int | None = option("Length of prompts, which are then made of running text.", min=1, max=MAX_COUNT)
+    input_tokens: int | None = option("Length of prompts, which are then made of running text.", min=1, max=MAX_TOKENS)
     output_tokens: int | None = option(
-        "Maximum length of answers; the exact length with --input-tokens.", min=1, max=MAX_COUNT
+        "Maximum length of answers; the exact length with --input-tokens.", min=1, max=MAX_TOKENS
     )
     prompts: Path | None = option("JSONL file of texts for --input-tokens.")
     temperatures: tuple[float, ...] = option(

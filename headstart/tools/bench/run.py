@@ -23,7 +23,6 @@ from headstart.tools.options import CHUNKED, BenchFlags
 INTERRUPTED = "interrupted"
 WARM_CACHE = 0.1  # share of cached prompt tokens above which TTFT no longer measures prefill
 COLD = "start it with --no-enable-prefix-caching to measure prefill"
-MAX_REQUESTS, MAX_TOKENS, MAX_SCALE = 1_000_000, 2**24, 1000  # larger values are typing errors
 PASS_SECONDS = 10.0  # for all loads of a workload once; with the default modes and pairs a minute
 LOADS: tuple[tuple[tuple[int, ...], int | None, int | None], ...] = (
     ((1, 4, 16), None, None), ((1, 4), 8, 64), ((1, 4), 8, 32), ((1, 4), 4, 32), ((1, 4), 4, 16), ((1,), 2, 16),
@@ -41,7 +40,9 @@ class BenchOptions(BenchFlags):
     def __post_init__(self) -> None:
         for temperature in self.temperatures:
             SamplingParams(temperature=temperature)  # checks it
-        self._check_numbers()
+        if self.requests is not None and self.requests < (together := max(self.concurrency, default=0)):
+            hint = f"give --requests {together} or more, or a lower --concurrency"
+            raise UsageError(f"--requests is {self.requests}, so {together} never run at a time", hint)
         if self.preset and self.preset not in workloads.PRESETS:
             raise UsageError(f"--preset is {self.preset!r}, which is unknown", f"known: {', '.join(workloads.PRESETS)}")
         exclusive = (
@@ -67,22 +68,6 @@ class BenchOptions(BenchFlags):
             measure.check_mode(mode)
         for name in self.workloads:
             workloads.find(name, len)
-
-    def _check_numbers(self) -> None:
-        limits = {
-            "--requests": (self.requests, MAX_REQUESTS),
-            "--pairs": (self.pairs, MAX_REQUESTS),
-            "--concurrency": (max(self.concurrency, default=0), MAX_REQUESTS),
-            "--input-tokens": (self.input_tokens, MAX_TOKENS),
-            "--output-tokens": (self.output_tokens, MAX_TOKENS),
-            "--scale": (self.scale, MAX_SCALE),
-        }
-        for flag, (value, limit) in limits.items():
-            if value is not None and value > limit:
-                raise UsageError(f"{flag} is {value:g}, but must be at most {limit:,}")
-        if self.requests is not None and self.requests < (together := max(self.concurrency, default=0)):
-            hint = f"give --requests {together} or more, or a lower --concurrency"
-            raise UsageError(f"--requests is {self.requests}, so {together} never run at a time", hint)
 
     def _check_replaced(self, path: Path) -> None:
         """Raises UsageError for an existing file without --force, or one that a bench did not write."""
