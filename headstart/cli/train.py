@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from headstart.cli.options import EngineOptions, OutputOptions
 from headstart.cli.parser import command
 from headstart.cli.render import finish, progress
-from headstart.config import flag_of
+from headstart.config import MAX_DEPTH, flag_of
 from headstart.errors import UsageError
 from headstart.options import REQUIRED, ModelOptions, option
 from headstart.tools.options import AdaptFlags
@@ -46,12 +46,14 @@ class TrainFlags(ModelOptions):
     prompts: Paths = option("JSONL file of prompts; the model's answers are added to the data.", must_exist=True)
     minutes: float | None = option("Time limit in minutes.")
     tokens: int | None = option("Maximum number of training tokens.")
-    depth: int | None = option("Unrolled draft steps (default: 3), or rows of a block (default: 8).")
+    depth: int | None = option(
+        "Unrolled draft steps (default: 3), or rows of a block (default: 8).", min=1, max=MAX_DEPTH
+    )
     modules: int | None = option("Layers of an mtp head, one for each draft step. Default: 1.")
-    draft_vocab: int | None = option("Size of the draft vocabulary: the most frequent tokens. Default: 8192.")
+    draft_vocab: int | None = option("Size of the draft vocabulary: the most frequent tokens. Default: 8192.", min=2)
     threads: int | None = option("CPU threads.")
     seed: int | None = option("Order of data and initial weights. Default: 0.")
-    device: str | None = option("cpu or cuda. Default: cpu.")
+    device: str | None = option("cpu or cuda. Default: cpu.", choices=("cpu", "cuda"))
     restart: bool = option("Start over instead of continuing --out.", default=False)
 
     def chosen(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Imports nothing heavy, since every start of the command line reads it.
 from dataclasses import dataclass
 from pathlib import Path
 
+from headstart.config import MAX_DEPTH
 from headstart.options import REQUIRED, ModelOptions, OptionGroup, argument, option
 
 MAX_MINUTES = 7 * 24 * 60
@@ -174,8 +175,12 @@ class PlanFlags(OptionGroup):
         "A card such as deepseek-v4, a directory, a .gguf file or a repo id; none: the default model."
     )
     gpu: str = option("Device and count, such as h200x4; here: this machine, as measured.", default="here")
-    batches: tuple[int, ...] = option("Sequences decoded together, comma-separated.", "--batch", default=(1, 4, 8))
-    context: int | None = option("Positions per sequence, with the prompt. Default: 2048, or the model's maximum.")
+    batches: tuple[int, ...] = option(
+        "Sequences decoded together, comma-separated.", "--batch", default=(1, 4, 8), min=1, max=MAX_COUNT
+    )
+    context: int | None = option(
+        "Positions per sequence, with the prompt. Default: 2048, or the model's maximum.", min=1, max=MAX_TOKENS
+    )
     drafter: str | None = option(
         "mtp, eagle3, medusa, dflash, ngram, draft_model, none, all; comma-separated. Default: the model's own."
     )
@@ -184,7 +189,7 @@ class PlanFlags(OptionGroup):
         "Acceptance rate by position (given that the tokens before were accepted), or an acceptance length."
     )
     depths: tuple[int, ...] = option(
-        "Tokens drafted, comma-separated. Default: the best of 0 to 8.", "--depth", default=()
+        "Tokens drafted, comma-separated. Default: the best of 0 to 8.", "--depth", default=(), min=0, max=MAX_DEPTH
     )
     weights: str | None = option("bf16, fp8, int8, int4, nvfp4, ... Default: the checkpoint's own.")
     kv_dtype: str | None = option("KV cache: bf16 (default), fp8, int8, ...")

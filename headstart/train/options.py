@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from headstart.config import MAX_DEPTH, Device, flag_of
+from headstart.config import Device, flag_of
 from headstart.errors import ModelError, UsageError
 from headstart.files import user_path
 from headstart.formats import find_checkpoint
@@ -103,19 +103,13 @@ def check(options: TrainOptions) -> None:
         raise UsageError("--head says what to begin with, which only --finetune does", "add --finetune")
     if options.kind not in (kinds := trained_kinds()):
         raise UsageError(f"--kind is {options.kind!r}, which is unknown", f"choose {' or '.join(kinds)}")
-    if not 1 <= options.steps <= MAX_DEPTH:
-        raise UsageError(f"--depth is {options.steps}, but must be between 1 and {MAX_DEPTH}")
     if options.modules != 1 and not (1 < options.modules <= options.steps and training_of(options.kind).stacks):
         raise UsageError(
             f"--modules is {options.modules} at --kind {options.kind} and --depth {options.steps}",
             "a head of kind mtp may have a layer for each draft step; others decide it themselves",
         )
-    if options.device not in ("cpu", "cuda"):
-        raise UsageError(f"--device is {options.device!r}, which is unknown", "choose cpu or cuda")
     if options.lora is not None and options.device != "cpu":
         raise UsageError("--lora trains on the CPU only", "leave out --device")
-    if options.draft_vocab < 2:
-        raise UsageError(f"--draft-vocab is {options.draft_vocab}, but must be at least 2")
     if options.out.exists() and not _is_head(options.out):
         # exporting replaces the directory: never one that holds something else
         raise UsageError(f"{options.out} exists and is not a head", "give --out a new name")

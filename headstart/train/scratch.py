@@ -23,7 +23,6 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from headstart import registry
-from headstart.config import MAX_DEPTH
 from headstart.core import Int32, Report
 from headstart.engine.load import native_head
 from headstart.errors import UsageError
@@ -228,8 +227,6 @@ def check(options: ScratchOptions) -> None:
     check_bound(options.minutes, options.tokens, options.seed)
     if options.family not in (families := registry.available("models")):
         raise UsageError(f"there is no family {options.family!r}", f"choose one of {', '.join(families)}")
-    if not 1 <= options.depth <= MAX_DEPTH:
-        raise UsageError(f"--depth is {options.depth}, but must be between 1 and {MAX_DEPTH}")
     if options.out.exists():
         raise UsageError(f"{options.out} exists", "give --out a new name")
 

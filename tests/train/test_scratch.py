@@ -179,7 +179,6 @@ def test_batches_hold_every_document_once_in_a_round() -> None:
 @pytest.mark.parametrize(("changes", "message"), [
     ({"family": "animal"}, "no family 'animal'"),
     ({"tokens": 0}, "above 0"),
-    ({"depth": 99}, "--depth is 99"),
     ({"data": (Path("nowhere"),)}, "nowhere does not exist"),
     ({"out": Path()}, "exists"),
 ])  # fmt: skip

@@ -469,7 +469,6 @@ def test_exact_tokens_are_taken_as_they_are() -> None:
     ({"minutes": 5.0}, "exactly one of"),
     ({"tokens": 0}, "above 0"),
     ({"data": ()}, "text to learn from"),
-    ({"depth": 17}, "--depth is 17"),
 ])  # fmt: skip
 def test_options_that_cannot_work(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     options: dict[str, Any] = {"model": "x", "out": tmp_path / "h", "data": (tmp_path,), "tokens": 5, **change}

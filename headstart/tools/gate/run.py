@@ -165,8 +165,6 @@ def chance_of_more(heads: int, tosses: int) -> float:
 
 def run(options: GateOptions, progress: Progress = no_progress) -> Report:
     """Collects both sides and compares them; `ok`: no check failed. Raises UsageError."""
-    if not 0 < options.floor <= 1:
-        raise UsageError(f"--floor is {options.floor:g}, but must be above 0 and at most 1")
     baseline = GateRecord.read(Path(options.old)) if options.old.endswith(".json") else None
     if baseline:
         options = replace(options, max_tokens=baseline.max_tokens, seed=baseline.seed)

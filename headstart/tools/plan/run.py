@@ -7,11 +7,11 @@ from math import ceil
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from headstart.config import KV_SPELLINGS, MAX_DEPTH, EngineConfig, KVDtype
+from headstart.config import KV_SPELLINGS, EngineConfig, KVDtype
 from headstart.core import Progress, Report, no_progress
 from headstart.errors import UsageError
 from headstart.tools.bench.summary import cost_per_million
-from headstart.tools.options import PlanFlags
+from headstart.tools.options import MAX_TOKENS, PlanFlags
 from headstart.tools.plan import drafters, roofline
 from headstart.tools.plan.fleet import ASSUMPTIONS, FleetLoad, parse_load, plan_fleet
 from headstart.tools.plan.machine import (
@@ -41,7 +41,6 @@ from headstart.tools.plan.sources import CARD_OF, find_shape, with_head
 
 HERE_WEIGHTS = ("int8", "int4")
 CONTEXT = 2048  # default context in positions; at most the model's
-MAX_CONTEXT, MAX_BATCH = 2**24, 2**20
 
 
 @dataclass(frozen=True)
@@ -53,12 +52,6 @@ class Prices:
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(PlanFlags):
     def __post_init__(self) -> None:
-        if not self.batches or not 1 <= min(self.batches) <= max(self.batches) <= MAX_BATCH:
-            raise UsageError(f"--batch goes from 1 to {MAX_BATCH:,}", "for example --batch 1,4,8")
-        if any(not 0 <= depth <= MAX_DEPTH for depth in self.depths):
-            raise UsageError(f"--depth goes from 0 to {MAX_DEPTH}", "for example --depth 1,3")
-        if self.context is not None and not 1 <= self.context <= MAX_CONTEXT:
-            raise UsageError(f"--context is {self.context}, but goes from 1 to {MAX_CONTEXT:,}")
         if self.api_price is not None and self.price_per_hour is None:
             hint = "add --price-per-hour DOLLARS, for one device"
             raise UsageError("--api-price is given, but not what the machine costs", hint)
@@ -102,7 +95,7 @@ def run(options: PlanOptions, progress: Progress = no_progress) -> Report:
 
 def _context(options: PlanOptions, shape: ModelShape) -> int:
     """Returns the context of --context or --fleet, else the default. Raises UsageError for one above the model's."""
-    longest, load = shape.max_length or MAX_CONTEXT, options.load
+    longest, load = shape.max_length or MAX_TOKENS, options.load
     if load and (needed := ceil(1.5 * (load.prompt + load.output))) > longest:
         raise UsageError(f"--fleet has sequences of up to {needed:,} tokens, but the model's context is {longest:,}")
     if options.context is not None and options.context > longest:
