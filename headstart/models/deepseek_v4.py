@@ -232,7 +232,7 @@ GGUF_PARTS = {
 }  # fmt: skip
 """Parts of names in GGUF files -> canonical parts."""
 BIAS = ".mlp.gate.e_score_correction_bias"
-UNUSED = re.compile(r".*\.gate\.bias_vl")  # of images
+UNUSED = re.compile(r".*\.gate\.e_score_correction_bias_vl")  # of images
 
 
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
