@@ -346,9 +346,9 @@ def test_text_says_how_to_give_a_price_and_what_does_not_fit(capsys: Capture) ->
     ("deepseek-v4", "card without weights"),
     ("deepseek-v4 --gpu h200x4 --weights int3", "known: bf16"),
     ("deepseek-v4 --gpu h200x4 --kv-dtype int3", "known: float32"),
-    ("deepseek-v4 --gpu h200x4 --batch 0", "from 1"),
-    ("deepseek-v4 --gpu h200x4 --depth 99", "0 to 16"),
-    ("deepseek-v4 --gpu h200x4 --context 0", "from 1"),
+    ("deepseek-v4 --gpu h200x4 --batch 0", "at least 1"),
+    ("deepseek-v4 --gpu h200x4 --depth 99", "at most 16"),
+    ("deepseek-v4 --gpu h200x4 --context 0", "at least 1"),
     ("deepseek-v4 --gpu h200x4 --recalibrate", "--gpu here"),
 ])  # fmt: skip
 def test_bad_input(arguments: str, message: str, capsys: Capture) -> None:
