@@ -97,16 +97,16 @@ def prepare(llm: LLM, formats: OutputFormats, account: Account, body: Common, se
 
 def _prepare_completion(llm: LLM, account: Account, body: CompletionRequest) -> PreparedRequest:
     if body.suffix:
-        raise UsageError("suffix is not supported", "leave it out")
+        raise ParameterError("suffix", "is not supported", "leave it out")
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise UsageError("best_of is not supported", "use n")
+        raise ParameterError("best_of", "is not supported", "use n")
     top = body.prompt_logprobs if body.prompt_logprobs is not None else (body.logprobs if body.echo else None)
     params, constraint = _params(llm, body, _limit(body), body.logprobs, top), constraint_of(body)
     requests: list[Request] = []
     texts: list[str] = []
     for prompt in list_of_texts(body.prompt, "prompt"):
         if prompt == "":
-            raise UsageError("the prompt is empty", "give at least one character")
+            raise ParameterError("prompt", "is empty", "give at least one character")
         given, ids = _encode_prompt(llm, body, prompt)
         requests.append(_request(llm, account, ids, params, body, constraint))
         if body.echo:
@@ -119,9 +119,9 @@ def _prepare_completion(llm: LLM, account: Account, body: CompletionRequest) -> 
 
 def _prepare_chat(llm: LLM, formats: OutputFormats, account: Account, body: ChatRequest) -> PreparedRequest:
     if body.top_logprobs and not body.logprobs:
-        raise UsageError("top_logprobs needs logprobs", "set logprobs to true")
+        raise ParameterError("top_logprobs", "needs logprobs", "set logprobs to true")
     if body.echo:
-        raise UsageError("echo is not supported in chats", "use /v1/completions")
+        raise ParameterError("echo", "is not supported in chats", "use /v1/completions")
     forced, constraint = _forced_tools(body), constraint_of(body)
     if forced is not None:
         if constraint is not None:
@@ -190,7 +190,7 @@ def encode_chat(llm: LLM, formats: OutputFormats, body: ChatRequest | TokenizeRe
         return EncodedPrompt(*_encode_messages(llm, formats, body, messages))
     tower = check_images(llm, len(images))
     if isinstance(body, ChatRequest) and body.truncate_prompt_tokens is not None:
-        raise UsageError("truncate_prompt_tokens could cut an image", "leave it out of requests with images")
+        raise ParameterError("truncate_prompt_tokens", "could cut an image", "leave it out of requests with images")
     prompt = _encode_messages(llm, formats, body, messages)
     return encode_images(tower, prompt, images, llm.engine.max_length, partial(_read_image, body._downloaded))
 
@@ -285,7 +285,7 @@ def _truncated(llm: LLM, body: Common, ids: list[int], limit: int) -> list[int]:
         return ids
     num_tokens = max(llm.engine.max_length - limit, 1) if wanted == -1 else wanted
     if num_tokens == 0:
-        raise UsageError("truncate_prompt_tokens is 0, which leaves no prompt", "give at least 1, or -1")
+        raise ParameterError("truncate_prompt_tokens", "is 0, which leaves no prompt", "give at least 1, or -1")
     return ids[-num_tokens:]
 
 
@@ -348,7 +348,7 @@ def _forced_tools(body: ChatRequest) -> ToolCalls | None:
     if choice in (None, "none", "auto"):
         return None
     if not (tools := _tools(body)):
-        raise UsageError("tool_choice demands a call, but there are no tools that are functions", "give tools")
+        raise ParameterError("tool_choice", "demands a call, but there are no tools that are functions", "give tools")
     name = choice.function.name if isinstance(choice, NamedTool) else None
     return ToolCalls(tools, name, may_repeat=bool(body.parallel_tool_calls) and name is None)
 
@@ -359,7 +359,7 @@ def list_of_texts(given: str | list[Any], name: str) -> list[str | list[int]]:
     if isinstance(given, str) or (given and isinstance(given[0], int)):
         return [given]
     if not given:
-        raise UsageError(f"{name} is an empty list", "give at least one text")
+        raise ParameterError(name, "is an empty list", "give at least one text")
     return list(given)
 
 

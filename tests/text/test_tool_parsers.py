@@ -450,6 +450,31 @@ def test_hermes_variants() -> None:
     assert events == [Content("<tool_call>oops "), ToolCall(0, "f"), Arguments(0, "{}")]
 
 
+CALL = '{"name": "search", "arguments": {"text": "a"}}'
+
+
+@pytest.mark.parametrize("text", [
+    CALL, "```json\n" + json.dumps(json.loads(CALL), indent=2) + "\n```", f"```\n{CALL}\n```\n", f"[{CALL}]",
+    "{{" + CALL[1:-1] + "}}}",
+])  # fmt: skip
+def test_calls_of_qwen_coder_without_tags(text: str) -> None:
+    """As Qwen2.5-Coder 0.5B and 1.5B write them under their own chat template."""
+    for count, written in ((1, text), (2, f"{text}\n{text}")):
+        events = check(written, "hermes")
+        assert calls(events) == [("search", {"text": "a"})] * count
+        assert not content(events)
+    assert check(f"{CALL}\n</tool_call>", "hermes") == check(CALL, "hermes")
+
+
+@pytest.mark.parametrize("text", [
+    CALL.replace("search", "add_numbers"), '{"name": "search"}', '{"name": "search", "age": 3, "arguments": {}}',
+    "```json\n[1, 2]\n```", "```python\nprint(1)\n```", f"Example: {CALL}",
+])  # fmt: skip
+def test_json_that_is_no_call_of_a_tool_is_content(text: str) -> None:
+    assert check(text, "hermes") == [Content(text)]
+    assert make_parser("hermes").push(CALL) == [Content(CALL)]
+
+
 def test_json_variants() -> None:
     listed = [("search", {"text": "a;b"}), ("now", {})]
     array = '[{"name": "search", "arguments": {"text": "a;b"}}, {"name": "now", "parameters": {}}]'

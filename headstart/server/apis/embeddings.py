@@ -19,7 +19,7 @@ from pydantic import Field, StrictInt, StrictStr
 
 from headstart.api import LLM
 from headstart.core import Request as EngineRequest, SamplingParams
-from headstart.errors import UsageError
+from headstart.errors import ParameterError, UsageError
 from headstart.server import pipeline
 from headstart.server.accounts import Account
 from headstart.server.apis.ollama import (
@@ -132,7 +132,7 @@ async def _embed(
     that are too long. Raises UsageError and CapacityError."""
     size, dimensions = served.llm.model.config.hidden_size, getattr(body, "dimensions", None)
     if dimensions not in (None, size):
-        raise UsageError(f"dimensions is {dimensions}, but embeddings of this model have {size}", "leave it out")
+        raise ParameterError("dimensions", f"is {dimensions}, but embeddings of this model have {size}", "leave it out")
     state, incoming, account = pipeline.state_of(request), pipeline.body_of(request), pipeline.account_of(request)
 
     async def work() -> tuple[list[Vectors], int]:

@@ -1,18 +1,26 @@
 """Hermes and Qwen: a JSON object for each call between `<tool_call>` tags."""
 
+from headstart.text.parsers.json import JsonParser
 from headstart.text.parsers.stream import EndOfText, Mismatch, Steps
-from headstart.text.parsers.tools import MarkedToolParser, ObjectCallParser
+from headstart.text.parsers.tools import MarkedToolParser
 
 _END = "</tool_call>"
 
 
-class HermesParser(ObjectCallParser, MarkedToolParser):
+class HermesParser(MarkedToolParser, JsonParser):
     """`<tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>`. The last brace and the end tag are optional.
-    The tags may hold several objects or a list of them."""
+    The tags may hold several objects or a list of them. At the beginning of an answer, calls of the request's tools may
+    lack the tags: Qwen2.5-Coder writes plain JSON, or a Markdown fence."""
 
     opens = ("<tool_call>",)
     marks = opens
     ends = (_END,)
+
+    def _grammar(self) -> Steps[None]:
+        if self._names:
+            yield from JsonParser._grammar(self)
+        self.is_strict = False
+        yield from MarkedToolParser._grammar(self)
 
     def _call(self, opened: str) -> Steps[None]:
         yield from self._skip_space()

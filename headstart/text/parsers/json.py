@@ -1,31 +1,33 @@
-"""Llama 3: the whole answer is calls in JSON: one object, several with `;` between them, or an array."""
+"""Llama 3: the whole answer is calls in JSON: one object, several with `;` between them, an array, or in fences."""
 
 from headstart.text.parsers.stream import Mismatch, Steps
 from headstart.text.parsers.tools import ObjectCallParser
 
+_FENCES = ("```json", "```")
+
 
 class JsonParser(ObjectCallParser):
-    """An answer that does not begin with a call is content, and so is text after the calls.
+    """An answer that does not begin with a call is content, and so is text after the calls."""
 
-    Without markers any JSON answer could look like a call. A call therefore needs arguments, must have no members
-    except those of `members`, and must name one of the request's tools if there are any.
-    """
-
-    members = frozenset({"name", "arguments", "parameters", "type", "id"})
-    may_lack_arguments = False
+    is_strict = True
 
     def _grammar(self) -> Steps[None]:
+        while (yield from self._group()):
+            pass
+
+    def _group(self) -> Steps[bool]:
+        """Read calls with what encloses them: nothing, an array, a Markdown fence. Returns False if there are none."""
         yield from self._skip_space()
-        yield from self._accept("<|python_tag|>")
+        opened = yield from self._accept("<|python_tag|>", *_FENCES)
         yield from self._skip_space()
         listed = yield from self._accept("[")
         start, self._position = self._position, 0
-        any_call = yield from self._calls(start)
-        if any_call and listed:
-            yield from self._ending("]")
+        if not (yield from self._calls(start)):
+            return False
+        for closing in ("]" * bool(listed), "```" * (opened in _FENCES), ""):
+            yield from self._ending(closing)
             self._drop_read_text()
-        if any_call:
-            yield from self._ending("")
+        return True
 
     def _calls(self, start: int) -> Steps[bool]:
         """Read all calls, from position `start`. Returns False if the last one was malformed."""
@@ -43,11 +45,6 @@ class JsonParser(ObjectCallParser):
             start, self._position = self._position, 0
             if not separator:
                 return True
-
-    def _check_name(self, name: str) -> str:
-        if self._names and name not in self._names:
-            raise Mismatch
-        return super()._check_name(name)
 
 
 PARSER = JsonParser

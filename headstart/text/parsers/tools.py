@@ -19,6 +19,7 @@ from headstart.text.parsers.stream import Arguments, EndOfText, JsonValueParser,
 Tools: TypeAlias = Sequence[Mapping[str, Any]]  # the `tools` of an OpenAI request
 
 _ARGUMENTS = ("arguments", "parameters")
+_MEMBERS = ("name", *_ARGUMENTS, "type", "id")
 _NAME = re.compile(r"[\w.:/$@-]*")
 
 
@@ -241,18 +242,20 @@ class ObjectCallParser(ToolParser):
     Arguments before the name are emitted after it. A call without arguments gets `{}`.
     """
 
-    members: frozenset[str] | None = None  # the only members that a call may have; None: any
-    may_lack_arguments = True  # a call is announced at its name; False: only when its arguments begin
+    is_strict = False
+    """Whether a call needs arguments, may have no members except `_MEMBERS`, and must name one of the request's tools
+    if there are any. Without markers any JSON answer could look like a call."""
 
     def _read_object_call(self, *ends: str) -> Steps[None]:
-        """Read an object and emit its call. `ends`: markers after malformed arguments. The last brace is optional."""
-        yield from self._expect("{")
+        """Read an object and emit its call. `ends`: markers after malformed arguments. The last brace is optional, and
+        the first one may be doubled."""
+        yield from self._expect("{{", "{")
         name, early = "", ""
         while True:
             key = yield from self._read_key()
             if key == "name":
                 name = self._check_name((yield from self._json_string()))
-                if early or self.may_lack_arguments:
+                if early or not self.is_strict:
                     self._announce(name)
                     self._emit_arguments(early)
             elif key in _ARGUMENTS and name and not self._has_arguments:
@@ -290,11 +293,11 @@ class ObjectCallParser(ToolParser):
         yield from self._skip_space()
         yield from self._expect(":")
         yield from self._skip_space()
-        if self.members is not None and key not in self.members:
+        if self.is_strict and key not in _MEMBERS:
             raise Mismatch
         return key
 
     def _check_name(self, name: str) -> str:
-        if not name or self._is_announced:
+        if not name or self._is_announced or (self.is_strict and self._names and name not in self._names):
             raise Mismatch
         return name
