@@ -29,6 +29,7 @@ from headstart.server.schema import (
 from headstart.text.conversation import Conversation
 from headstart.text.grammar_spec import GrammarSpec, ToolCalls
 from headstart.text.images import Image, ImageError, VisionTower, decode_image
+from headstart.text.infill import infill_prompt
 from headstart.text.parsers import Parser, is_opened, make_parser
 
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
@@ -96,8 +97,6 @@ def prepare(llm: LLM, formats: OutputFormats, account: Account, body: Common, se
 
 
 def _prepare_completion(llm: LLM, account: Account, body: CompletionRequest) -> PreparedRequest:
-    if body.suffix:
-        raise ParameterError("suffix", "is not supported", "leave it out")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise ParameterError("best_of", "is not supported", "use n")
     top = body.prompt_logprobs if body.prompt_logprobs is not None else (body.logprobs if body.echo else None)
@@ -105,7 +104,7 @@ def _prepare_completion(llm: LLM, account: Account, body: CompletionRequest) -> 
     requests: list[Request] = []
     texts: list[str] = []
     for prompt in list_of_texts(body.prompt, "prompt"):
-        if prompt == "":
+        if prompt == "" and not body.suffix:
             raise ParameterError("prompt", "is empty", "give at least one character")
         given, ids = _encode_prompt(llm, body, prompt)
         requests.append(_request(llm, account, ids, params, body, constraint))
@@ -169,7 +168,12 @@ def _limit(body: Common) -> int | None:
 
 
 def _encode_prompt(llm: LLM, body: CompletionRequest, prompt: str | list[int]) -> tuple[list[int], list[int]]:
-    """Token ids of a prompt, before and after `truncate_prompt_tokens` is applied."""
+    """Token ids of a prompt, with the text after the gap if there is one, before and after `truncate_prompt_tokens` is
+    applied."""
+    if body.suffix and isinstance(prompt, str):
+        prompt = infill_prompt(llm.tokenizer, prompt, body.suffix)
+    elif body.suffix:
+        raise ParameterError("suffix", "is given, but the prompt is token ids", "give the prompt as a text")
     ids = encode_text(llm, prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
     return ids, _truncated(llm, body, ids, _limit(body) or 1)
 

@@ -141,7 +141,8 @@ def add_bos_eos(tokenizer: tokenizers.Tokenizer, bos: str | None, eos: str | Non
 
 END_TOKENS = (
     "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>",
-    "<end_of_turn>", "<turn|>", "<|tool_response>", "<end_of_utterance>", "<EOT>", "[EOT]", "[e~[",
+    "<end_of_turn>", "<turn|>", "<|tool_response>", "<end_of_utterance>", "<EOT>", "[EOT]", "[e~[", "<|endoftext|>",
+    "<|end_of_text|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>",
 )  # fmt: skip
 """Control tokens that end an answer. Files name only one or two; others are recognized by text, as in llama.cpp."""
 _END_KEYS = ("eos", "eot", "eom")

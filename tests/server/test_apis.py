@@ -41,7 +41,7 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     (TEXT, {"prompt": "x", "seed": -(2**63) - 1}, 400, "seed"),
     (TEXT, {"prompt": "x", "logit_bias": {"a": 1}}, 400, "logit_bias"),
     (TEXT, {"prompt": "x", "logit_bias": {"999999": 1}}, 400, "logit_bias"),
-    (TEXT, {"prompt": "x", "suffix": "y"}, 400, "suffix"),
+    (TEXT, {"prompt": [1], "suffix": "y"}, 400, "token ids"),
     (TEXT, {"prompt": "x", "speculation": {"mode": "fast"}}, 400, "speculation.mode"),
     (TEXT, {"prompt": "x", "guided_regex": "("}, 400, "regex"),
     (TEXT, {"prompt": "x", "guided_grammar": "start: nothing"}, 400, "grammar"),
@@ -131,6 +131,23 @@ def test_what_is_wrong_is_named_in_the_apis_own_shape(server: Server) -> None:
         bare = server.client.post(path, content=b"{}", headers={"Origin": "https://page.example"})
         assert (bare.status_code, "JSON" in error_in(path, bare.json())) == (415, True)
         assert server.client.post(path, content=b"{}").status_code == (400 if path.startswith("/api/") else 415)
+
+
+def test_the_text_before_a_suffix(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
+    """The answer is that to the prompt with the model's tokens. No model of the tests has some: others serve."""
+    with inside(llm) as server:
+        refused = server.post(TEXT, prompt="x", suffix="y").json()["error"]
+        assert (refused["param"], "no tokens" in refused["message"]) == ("suffix", True)
+        names = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+        monkeypatch.setattr("headstart.text.infill.MARKERS", [names])
+        asked = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        raw = server.post(TEXT, prompt="{}a ={}\nprint(a){}".format(*names), **asked).json()
+        given = server.post(TEXT, prompt="a =", suffix="\nprint(a)", echo=True, **asked).json()
+        assert given["choices"][0]["text"] == "a =" + raw["choices"][0]["text"]
+        assert given["usage"]["prompt_tokens"] == raw["usage"]["prompt_tokens"]
+        options = {"num_predict": 8, "temperature": 0, "ignore_eos": True}
+        ollama = server.post(GENERATE, model=MODEL, prompt="a =", suffix="\nprint(a)", stream=False, options=options)
+        assert ollama.json()["response"] == raw["choices"][0]["text"]
 
 
 def test_who_leaves_a_stream_is_let_go(server: Server) -> None:

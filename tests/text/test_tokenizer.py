@@ -86,7 +86,7 @@ def test_add_special(metadata: dict[str, object], ends: tuple[bool, bool]) -> No
     [
         (["<|end|>", "<|im_end|>"], {"<|end|>", "<|im_end|>"}),
         (["<|end|>", "<|call|>", "<|return|>"], {"<|call|>", "<|return|>"}),  # gpt-oss: a channel ends there
-        (["<|call|>", "<|endoftext|>"], {"<|call|>"}),
+        (["<|call|>", "<|endoftext|>", "<|fim_pad|>", "<|fim_middle|>"], {"<|call|>", "<|endoftext|>", "<|fim_pad|>"}),
     ],
 )
 def test_ends_that_the_file_does_not_name(names: list[str], ends: set[str]) -> None:
@@ -253,7 +253,7 @@ def test_default_model_has_the_ids_of_its_original() -> None:
     trunk = cached_trunk()
     assert trunk is not None
     tokenizer = open_checkpoint(trunk).load_tokenizer()
-    assert tokenizer.eos_ids == {2} and tokenizer.vocab_size == 49152
+    assert tokenizer.eos_ids == {0, 2} and tokenizer.vocab_size == 49152  # <|endoftext|> ends texts as in llama.cpp
     # The published tokenizer.json of the model: single digits, then GPT-2's pattern.
     inner = tokenizer._inner
     inner = tokenizers.Tokenizer.from_str(inner.to_str())

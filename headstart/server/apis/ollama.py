@@ -56,7 +56,6 @@ IGNORED_OPTIONS = frozenset({
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "logprobs": ((False,), "/v1/chat/completions has logprobs"),
     "top_logprobs": ((0,), "/v1/chat/completions has logprobs"),
-    "suffix": (("",), "leave it out"),
     "template": (("",), "start the server with --chat-template, or send raw prompts"),
     "images": (([],), "give them to a message"),
     "context": (([],), "send the conversation to /api/chat"),
@@ -124,6 +123,7 @@ class GenerateRequest(OllamaRequest):
     system: StrictStr | None = None
     images: Annotated[Many[StrictStr], Field(max_length=limits.MESSAGES)] | None = None
     raw: StrictBool | None = False
+    suffix: StrictStr | None = None  # makes the prompt raw
 
 
 class OllamaEmbedRequest(OllamaModelRequest):
@@ -176,14 +176,17 @@ def chat_of(body: OllamaChatRequest) -> ChatRequest:
 
 
 def prompt_of(body: GenerateRequest) -> ChatRequest | CompletionRequest:
-    """The completion request for a raw prompt, else the chat request. Raises BodyError for unsupported members."""
+    """The completion request for a raw prompt or one with a suffix, else the chat request. Raises BodyError for
+    unsupported members."""
     shared = _shared_members(body)
-    if body.raw:
+    if body.raw or body.suffix:
         if body.system:
             raise BodyError("system is given, but the prompt is raw", "system", "write it into the prompt")
         if body.images:
             raise BodyError("images are given, but the prompt is raw", "images", "leave raw out")
-        return as_body(body, {"max_tokens": ENDLESS, **shared, "prompt": body.prompt}, CompletionRequest)
+        return as_body(
+            body, {"max_tokens": ENDLESS, **shared, "prompt": body.prompt, "suffix": body.suffix}, CompletionRequest
+        )
     system = [{"role": "system", "content": body.system}] if body.system else []
     messages = [*system, {"role": "user", "content": _content(body.images, body.prompt or "")}]
     return as_body(body, {**shared, "messages": messages}, ChatRequest)
