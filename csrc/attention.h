@@ -40,20 +40,20 @@ template <Store kStore> INLINE void load_items(const uint8_t* p, f32 (&found)[kW
     }
 }
 
-// Converts an I8 or F8 tile to BF16's layout (exact, without the scales).
-INLINE void pair(f32 even, f32 odd, uint8_t* to) {
+INLINE void store_pair(f32 even, f32 odd, uint8_t* to) {
     const i32 high = splat_int((int32_t)0xffff0000);
     store(reinterpret_cast<int32_t*>(to), shift_right<16>(as_int(even)) | (as_int(odd) & high));
 }
 
+// Converts an I8 or F8 tile to BF16's layout (exact, without the scales).
 template <Store kStore> INLINE void widen_tile(const KVLayout& layout, const uint8_t* from, uint8_t* to) {
     const int64_t dim = layout.head_dim, width = layout.padded_value();
     const uint8_t* values = from + dim * 16;
     for (int64_t d = 0; d < dim; d += 2, from += 32, to += 64)
-        pair(load_code<kStore>(from), d + 1 < dim ? load_code<kStore>(from + 16) : splat(0.0f), to);
+        store_pair(load_code<kStore>(from), d + 1 < dim ? load_code<kStore>(from + 16) : splat(0.0f), to);
     for (int64_t p = 0; p < 16; p += 2, values += 2 * width)
         for (int64_t d = 0; d < width; d += 16, to += 64)
-            pair(load_code<kStore>(values + d), load_code<kStore>(values + width + d), to);
+            store_pair(load_code<kStore>(values + d), load_code<kStore>(values + width + d), to);
 }
 
 // Key scales [16] and value scales [16] of an I8 or F8 tile.

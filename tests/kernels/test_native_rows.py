@@ -17,7 +17,8 @@ from headstart.kernels.reference.backend import ReferenceBackend
 from headstart.kernels.specs import IndexSpec
 
 NUM_BLOCKS, LENGTH = 40, 215
-HEADS = {"float32": (4, 2, 24), "bfloat16": (3, 1, 40), "int8": (14, 2, 32), "fp8": (6, 2, 48)}
+HEADS = {"float32": (4, 2, 24), "bfloat16": (3, 1, 64), "int8": (14, 2, 32), "fp8": (6, 2, 96)}
+"""KV type -> query heads, KV heads, dimension: a multiple of 32 where AMX tiles are used."""
 SEEN: dict[str, dict[str, Any]] = {
     "all": {},
     **{f"window {w}": {"window": w} for w in (1, 2, 15, 16, 17, 63, 64, 65, 100, 300)},
