@@ -27,6 +27,7 @@ import numpy as np
 
 from headstart.kernels.ops import AttentionSpec, Buffer, KVSpec, Ops, Pool, Weight
 from headstart.kernels.specs import CompressSpec, IndexSpec, RopeSpec
+from headstart.layers.costs import MixerCost
 from headstart.layers.linear import Linear
 from headstart.layers.norm import RMSNorm
 from headstart.layers.parts import Mixer, MixerConfig
@@ -145,6 +146,17 @@ class CompressedConfig(MixerConfig):
     @property
     def num_kernels(self) -> int:
         return 24 if self.compressor else 12
+
+    def cost(self, weights: int, source: MixerConfig | None = None) -> MixerCost:
+        """See MixerConfig.cost. A layer with a source stores no entries; if it selects, it reads index keys."""
+        cost = super().cost(weights, source)
+        if source is None:
+            return cost
+        index = self.index[0] if self.index and self.selects else None
+        return replace(
+            cost, entries_stored=False, index_width=index.head_dim if index else 0,
+            index_work=index.num_heads * index.head_dim if index else 0,
+        )  # fmt: skip
 
     @property
     def spec(self) -> AttentionSpec:

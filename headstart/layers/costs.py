@@ -31,6 +31,7 @@ class MixerCost:
     index_work: int = 0  # indexer multiply-adds per row and entry
     state: int = 0  # float32 elements per sequence; each pass reads and writes them
     stored: bool = True  # False: keys and values are those of an earlier layer
+    entries_stored: bool = True  # False: entries before the window, and index keys, are those of an earlier layer
     splits: int = 1  # most tensor-parallel devices that divide cache or state
     pool_width: int = 0  # elements per position in this engine's pools
 
@@ -42,8 +43,8 @@ class MixerCost:
         """Cached elements of a sequence of `context` positions."""
         if not self.stored:
             return 0.0
-        far = self.entries_before_window(context) * (self.kv_width + self.index_width)
-        return min(context, self.window) * self.kv_width + far
+        entries = self.entries_before_window(context) if self.entries_stored else 0.0
+        return min(context, self.window) * self.kv_width + entries * (self.kv_width + self.index_width)
 
     def entries(self, context: float) -> float:
         """Entries whose keys and values one row reads."""

@@ -47,7 +47,7 @@ def parse(config: Config) -> DecoderConfig:
         for index, mixer in enumerate(_mixers(config, window))
     ]
     made = replace(with_drafter(config, layers, window, streams, layout=LAYOUT, after=0), tied=tied)
-    return replace(made, max_length=min(made.max_length, _unfiltered(config, made)))
+    return replace(made, max_length=min(made.max_length, _max_unfiltered(config, made)))
 
 
 def _mixers(config: Config, window: CompressedConfig) -> list[CompressedConfig]:
@@ -87,15 +87,14 @@ def _layer_ids(config: Config, key: str, count: int) -> set[int]:
     return {each for each in ids if each < count}
 
 
-def _unfiltered(config: Config, made: DecoderConfig) -> int:
-    """Positions up to which the candidates of later indexers are all entries."""
+def _max_unfiltered(config: Config, made: DecoderConfig) -> int:
+    """Longest context in which all entries are candidates of the later indexers."""
     source = number(config, "candidate_source_layer_id", default=-1, least=-1)
     later = [each for each in _layer_ids(config, "index_source_layer_ids", made.num_layers) if each > source]
     if source < 0 or not later:
         return made.max_length
     blocks = number(config, "candidate_topk_blocks", default=2048)
-    every = max(1, config["compress_ratios"][source]) if source < made.num_layers else 1
-    return blocks * number(config, "candidate_block_size", default=8) * every
+    return blocks * number(config, "candidate_block_size", default=8) * max(1, config["compress_ratios"][source])
 
 
 def _memories(config: Config, streams: int) -> dict[int, NGramMemoryConfig]:
@@ -113,7 +112,8 @@ def _memories(config: Config, streams: int) -> dict[int, NGramMemoryConfig]:
     sizes = primes_from(base, len(ids) * heads)
     parts = [sizes[i * heads : (i + 1) * heads] for i in range(len(ids))]
     rows = config.get("engram_num_embeddings") or [sum(each) for each in parts]
-    if len(rows) != len(ids) or any(count < sum(each) for count, each in zip(rows, parts, strict=True)):
+    is_list = isinstance(rows, list) and all(isinstance(each, int) for each in rows)
+    if not is_list or len(rows) != len(ids) or any(count < sum(each) for count, each in zip(rows, parts, strict=True)):
         raise ModelError(f"config.json: engram_num_embeddings is {rows!r}", f"hashes reach {[*map(sum, parts)]}")
     found, width = {}, number(config, "engram_head_dim")
     for layer, own, count in zip(ids, parts, rows, strict=True):
@@ -136,7 +136,7 @@ FLAT = (".memory.key_norm.weight", ".memory.query_norm.weight")
 
 
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """Family.adapt: splits keys and values of memories, and drops the router's biases of images."""
+    """Family.adapt: as DeepSeek-V4's, and splits keys and values of memories."""
     ours: dict[str, RawTensor] = {}
     hidden = config.hidden_size
     for name, tensor in deepseek_v4.adapt(tensors, config, from_gguf).items():

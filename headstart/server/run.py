@@ -125,7 +125,7 @@ def _handle_signals(
         models.drain()
         loop.call_later(timeout, models.expire)
 
-    def drain_without_terminal() -> None:
+    def on_hangup() -> None:
         if attached and not has_terminal():  # the terminal was closed
             drain()
         elif models.is_fixed:
@@ -134,4 +134,4 @@ def _handle_signals(
     for number in (signal.SIGINT, signal.SIGTERM):
         add_signal_handler(loop, number, drain)
     if HANGUP is not None:
-        add_signal_handler(loop, HANGUP, drain_without_terminal)
+        add_signal_handler(loop, HANGUP, on_hangup)

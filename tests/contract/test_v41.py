@@ -94,6 +94,16 @@ def test_a_context_of_which_not_all_blocks_are_candidates() -> None:
         make(model, max_model_len=41)
 
 
+def test_a_plan_counts_shared_entries_once() -> None:
+    family = family_of(FAMILY)
+    sizes = family.read(family.tiny_config())
+    mixers = [layer.mixer for layer in sizes.cost().layers]
+    entry = mixers[1].kv_width + mixers[1].index_width  # two layers make entries, of 2 positions and of 1
+    assert sum(each.cached(1002) - each.cached(1000) for each in mixers) == entry * (1 + 2)
+    keys = [each.index_width > 0 and each.index_work > 0 for each in mixers]
+    assert keys == [False, True, False, True, False, True]
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"compress_ratios": [0, 2, 2, 1, 1, 4]}, "compress_ratios"),
     ({"compress_ratios": [0, 2, 2]}, "compress_ratios"),
@@ -104,6 +114,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"kv_source_layer_ids": [1, -1]}, "kv_source_layer_ids"),
     ({"engram_layer_ids": 1}, "engram_layer_ids"),
     ({"engram_num_embeddings": [1, 2]}, "engram_num_embeddings"),
+    ({"engram_num_embeddings": 5}, "engram_num_embeddings"),
     ({"engram_n_heads": 10**6}, "engram_max_ngram_size"),
     ({"gate_temp": 2.0}, "gate_temp"),
     ({"engram_gate": 1}, "engram_gate"),

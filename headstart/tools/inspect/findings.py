@@ -106,7 +106,7 @@ def _tied(subject: Subject) -> Iterator[Finding]:
     stored = "lm_head" in subject.heads.parts
     if tied and stored:
         yield note("tied", "tie_word_embeddings is set, but an lm_head is stored: engines may ignore it")
-    if not tied and not stored:
+    if not tied and not stored and subject.weights:
         yield note("tied", "no lm_head is stored: the embedding is used, although the config does not say so")
 
 

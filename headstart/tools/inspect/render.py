@@ -9,7 +9,7 @@ Data = dict[str, Any]
 
 
 def lines(data: Data) -> list[str]:
-    return [*_model(data), "", *_parts(data), "", *_heads(data), *_attached(data), *_deep(data)]
+    return [*_model(data), "", *_parts(data), *_heads(data), *_attached(data), *_deep(data)]
 
 
 def _model(data: Data) -> Iterator[str]:
@@ -43,12 +43,15 @@ def _model(data: Data) -> Iterator[str]:
 
 
 def _parts(data: Data) -> Iterator[str]:
+    if not data["parts"]:  # a config alone
+        return
     yield f"{'part':18}{'parameters':>16}{'MB':>12}  types"
     for name, part in [*data["parts"].items(), ("total", data["total"])]:
         types = ", ".join(f"{kind} {size / max(part['bytes'], 1):.0%}" for kind, size in part["types"].items())
         yield f"{name:18}{part['parameters']:>16,}{part['bytes'] / 1e6:>12.1f}  {types}"
     if data["tied_embeddings"]:
         yield "no lm_head of its own: the embedding is used"
+    yield ""
 
 
 def _heads(data: Data) -> Iterator[str]:
@@ -57,7 +60,7 @@ def _heads(data: Data) -> Iterator[str]:
     yield f"  {heads['reason']}"
     if heads["fix"]:
         yield f"  fix: {heads['fix']}"
-    for module in heads["modules"]:
+    for module in heads["modules"] if data["parts"] else ():
         if module["missing"] or module["wrong_shape"]:
             wrong = len(module["wrong_shape"])
             yield f"  module {module['index']}: {len(module['missing'])} missing, {wrong} of wrong shape"

@@ -198,7 +198,7 @@ def _document(
         "sampling": {name: generation[name] for name in recommended_names() if name in generation},
         "speculation": {key: generation[key] for key in SPECULATION_KEYS if generation.get(key) is not None},
         "quantization": {key: quantization[key] for key in QUANTIZATION_KEYS if quantization.get(key) is not None},
-        "tied_embeddings": heads is not None and "lm_head" not in parts,
+        "tied_embeddings": heads is not None and bool(weights) and "lm_head" not in parts,
         "parts": {part: summary(group.values()) for part, group in parts.items()},
         "total": summary(weights.values()),
         "heads": verdict,
