@@ -94,7 +94,8 @@ def _max_unfiltered(config: Config, made: DecoderConfig) -> int:
     if source < 0 or not later:
         return made.max_length
     blocks = number(config, "candidate_topk_blocks", default=2048)
-    return blocks * number(config, "candidate_block_size", default=8) * max(1, config["compress_ratios"][source])
+    every: int = max(1, config["compress_ratios"][source])
+    return blocks * number(config, "candidate_block_size", default=8) * every
 
 
 def _memories(config: Config, streams: int) -> dict[int, NGramMemoryConfig]:

@@ -1,4 +1,4 @@
-"""Llama 3: the whole answer is calls in JSON: one object, several with `;` between them, an array, or in fences."""
+"""Llama 3: the answer is calls in JSON: one object, several with `;` between them, or an array; perhaps in a fence."""
 
 from headstart.text.parsers.stream import Mismatch, Steps
 from headstart.text.parsers.tools import ObjectCallParser
