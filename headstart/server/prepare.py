@@ -170,10 +170,13 @@ def _limit(body: Common) -> int | None:
 def _encode_prompt(llm: LLM, body: CompletionRequest, prompt: str | list[int]) -> tuple[list[int], list[int]]:
     """Token ids of a prompt, with the text after the gap if there is one, before and after `truncate_prompt_tokens` is
     applied."""
-    if body.suffix and isinstance(prompt, str):
+    if body.suffix:
+        if not isinstance(prompt, str):
+            raise ParameterError("suffix", "is given, but the prompt is token ids", "give the prompt as a text")
+        if body.truncate_prompt_tokens is not None:
+            hint = "leave it out of requests with a suffix"
+            raise ParameterError("truncate_prompt_tokens", "could cut the token that begins the prompt", hint)
         prompt = infill_prompt(llm.tokenizer, prompt, body.suffix)
-    elif body.suffix:
-        raise ParameterError("suffix", "is given, but the prompt is token ids", "give the prompt as a text")
     ids = encode_text(llm, prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
     return ids, _truncated(llm, body, ids, _limit(body) or 1)
 

@@ -145,9 +145,14 @@ def test_the_text_before_a_suffix(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> 
         given = server.post(TEXT, prompt="a =", suffix="\nprint(a)", echo=True, **asked).json()
         assert given["choices"][0]["text"] == "a =" + raw["choices"][0]["text"]
         assert given["usage"]["prompt_tokens"] == raw["usage"]["prompt_tokens"]
-        options = {"num_predict": 8, "temperature": 0, "ignore_eos": True}
-        ollama = server.post(GENERATE, model=MODEL, prompt="a =", suffix="\nprint(a)", stream=False, options=options)
-        assert ollama.json()["response"] == raw["choices"][0]["text"]
+        cut = server.post(TEXT, prompt="a =", suffix="\nprint(a)", truncate_prompt_tokens=5)
+        assert (cut.status_code, cut.json()["error"]["param"]) == (400, "truncate_prompt_tokens")
+        asked = {"model": MODEL, "stream": False, "options": {"num_predict": 8, "temperature": 0, "ignore_eos": True}}
+        ollama = server.post(GENERATE, prompt="a =", suffix="\nprint(a)", **asked).json()
+        assert ollama["response"] == raw["choices"][0]["text"]
+        raw = server.post(TEXT, prompt="", suffix="print(a)").json()
+        ollama = server.post(GENERATE, prompt="", suffix="print(a)", **asked).json()
+        assert ollama["prompt_eval_count"] == raw["usage"]["prompt_tokens"]
 
 
 def test_who_leaves_a_stream_is_let_go(server: Server) -> None:

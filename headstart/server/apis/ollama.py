@@ -184,9 +184,8 @@ def prompt_of(body: GenerateRequest) -> ChatRequest | CompletionRequest:
             raise BodyError("system is given, but the prompt is raw", "system", "write it into the prompt")
         if body.images:
             raise BodyError("images are given, but the prompt is raw", "images", "leave raw out")
-        return as_body(
-            body, {"max_tokens": ENDLESS, **shared, "prompt": body.prompt, "suffix": body.suffix}, CompletionRequest
-        )
+        texts = {"prompt": body.prompt or "", "suffix": body.suffix}
+        return as_body(body, {"max_tokens": ENDLESS, **shared, **texts}, CompletionRequest)
     system = [{"role": "system", "content": body.system}] if body.system else []
     messages = [*system, {"role": "user", "content": _content(body.images, body.prompt or "")}]
     return as_body(body, {**shared, "messages": messages}, ChatRequest)
@@ -288,7 +287,7 @@ async def chat(body: OllamaChatRequest, request: Request) -> Response:
 @router.post("/api/generate", responses=ERRORS, response_model=OllamaGeneration)
 async def generate(body: GenerateRequest, request: Request) -> Response:
     """The output for one prompt. Streams unless `stream` is false."""
-    if not (body.prompt or body.images):
+    if not (body.prompt or body.images or body.suffix):
         return await _load_or_unload(body, request, response="")
     return await respond_translated(request, partial(prompt_of, body), OllamaGenerateRenderer, keep_alive_of(body))
 
