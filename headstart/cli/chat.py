@@ -78,7 +78,7 @@ def run(flags: ChatFlags, sampling: SamplingOptions, engine: EngineOptions) -> i
     params = sampling.params(engine.config.seed, llm.chat_sampling)
     stop = (*llm.turn_end, *params.stop)
     session = ChatSession(replace(params, stop=stop), flags.system, reads_images=llm.tower is not None)
-    with suppress(EOFError):  # Ctrl-C twice during an answer
+    with suppress(SecondInterrupt):
         for text in _read_turns():
             if text in ENDS:
                 break
@@ -115,15 +115,19 @@ def _columns() -> int:
     return os.get_terminal_size(sys.stdout.fileno()).columns or COLUMNS
 
 
+class SecondInterrupt(KeyboardInterrupt):
+    """Ctrl-C was pressed twice during an answer. No handler of `Exception` or EOFError catches it."""
+
+
 @contextmanager
 def _catch_ctrl_c() -> Iterator[Callable[[], bool]]:
     """A function that returns whether Ctrl-C was pressed. At a terminal the first Ctrl-C ends the answer after the
-    running step of the engine, the second one raises EOFError."""
+    running step of the engine, the second one raises SecondInterrupt."""
     pressed: list[int] = []
 
     def record(number: int, frame: object) -> None:
         if pressed:
-            raise EOFError
+            raise SecondInterrupt
         pressed.append(number)
 
     if not sys.stdin.isatty():

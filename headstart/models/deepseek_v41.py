@@ -1,10 +1,10 @@
 """DeepSeek-V4.1, text part (to 16,384 positions): layers share compressed entries and selections, memories of n-grams.
 
 Layers with a `compress_ratios` of 0 read a window only. `kv_source_layer_ids` names the layers that make entries, of 2
-positions or of 1, and index keys of them; the layers behind each read its pools. `index_source_layer_ids` names those
-that select entries; the layers behind each use its selection. DSpark drafts as in V4, from the streams before its
-target layers. The indexers behind `candidate_source_layer_id` select within its best `candidate_topk_blocks` blocks of
-`candidate_block_size` entries: the context ends where these are all blocks.
+positions or of 1, and index keys of them; later layers read the pools of the last source before them.
+`index_source_layer_ids` names the layers that select entries; later layers use the last selection. The indexers after
+`candidate_source_layer_id` select within its best `candidate_topk_blocks` blocks of `candidate_block_size` entries: the
+context ends where these are all blocks. DSpark drafts as in V4, from the streams before its target layers.
 
 Formula: transformers `models/deepseek_v41` (0a2080b4), whose caches are rounded to FP8 and FP4 (here they are not);
 vLLM 0.33 `models/deepseek_v41`: names of tensors, DSpark (`nvidia/dspark.py`).
@@ -80,7 +80,7 @@ def _mixers(config: Config, window: CompressedConfig) -> list[CompressedConfig]:
 
 
 def _layer_ids(config: Config, key: str, count: int) -> set[int]:
-    """Layers under a key; those behind the last one are left out."""
+    """Layers under a key; those after the last layer of the model are left out."""
     ids = config.get(key) or []
     if not isinstance(ids, list) or any(not isinstance(each, int) or each < 0 for each in ids):
         raise ModelError(f"config.json: {key} is {ids!r}", "known: a list of layers, counted from 0")
