@@ -32,12 +32,16 @@ DEPTH = 3
 CONFIG = EngineConfig(backend="native", threads=1)
 GGUF, FP8 = "in GGUF", "in FP8"
 QUANTIZED = f"qwen3_moe {GGUF}"
+KEYS: dict[str, dict[str, Any]] = {
+    QUANTIZED: {"hidden_size": 64, "moe_intermediate_size": 32, "mlp_only_layers": []},
+    "deepseek_v41": {"dspark_block_size": None},  # DSpark's layers read windows of blocks
+}
 slow = pytest.mark.slow
 FAMILIES = [
     "deepseek_v3", QUANTIZED, "qwen3_5",
     *(pytest.param(name, marks=slow) for name in (
         "llama", "gemma3", "gemma4", "gpt_oss", "glm4_moe", "mimo_v2_flash", "longcat_flash", "nemotron_h", "llama4",
-        f"llama {GGUF}", f"deepseek_v3 {FP8}",
+        "deepseek_v41", f"llama {GGUF}", f"deepseek_v3 {FP8}",
     )),
 ]  # fmt: skip
 
@@ -45,13 +49,12 @@ FAMILIES = [
 def written(name: str, softness: float = 0.02) -> Path:
     """A tiny model's file or folder, softened so that a head can guess its tokens."""
     family, _, form = name.partition(" ")
-    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "mlp_only_layers": []} if name == QUANTIZED else {}
-    config, arrays = support.family_of(family).tiny(**sizes)
+    config, arrays = support.family_of(family).tiny(**KEYS.get(name, {}))
     arrays = support.soften(arrays, softness)
     folder = support.new_folder()
     if form == GGUF:
         folder.mkdir()
-        kind = gguf.GGMLQuantizationType.Q8_0 if sizes else None
+        kind = gguf.GGMLQuantizationType.Q8_0 if name == QUANTIZED else None
         return write_gguf(folder / "model.gguf", config, arrays, quantized=kind)
     if form != FP8:
         return write_model(folder, config, arrays)
