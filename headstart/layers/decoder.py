@@ -51,12 +51,12 @@ def tapped_layers(tap: Tap) -> tuple[int, ...]:
 
 @dataclass
 class ForwardState:
-    """Values that the layers of one pass hand on. The stream is delta + residual; see DecoderLayer for several."""
+    """Values that the layers of one pass hand on. The stream is delta + residual."""
 
     token_ids: Buffer  # [R]
     embedded: Buffer  # [R, H], input of the first layer
     residual: Buffer  # [R, H], or all residual streams [R, streams * H]
-    delta: Buffer | None = None  # [R, H], output of the last part; None: 0. Of several streams: see DecoderLayer
+    delta: Buffer | None = None  # [R, H], output of the last part; None: 0. With several streams: see DecoderLayer
     pending: Buffer | None = None  # [R, H], output of a shortcut, added after the next layer
     tapped: Buffer | None = None  # [R, taps * H], inputs of tapped layers so far, if no pool stores them
 

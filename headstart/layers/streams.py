@@ -63,8 +63,9 @@ class AveragedStreams:
 
 
 @dataclass(frozen=True)
-class EqualStreams(AveragedStreams):
-    """The mean of the streams as the last sum, or a sum by the weights of the part before."""
+class UnweightedLastSum(AveragedStreams):
+    """The sum of the streams after the last layer, without weights of its own: the mean, or by the weights of the last
+    part if sums are delayed."""
 
     spec: StreamSpec
 
@@ -157,7 +158,7 @@ def _build_gated(weights: Weights, prefix: str, wide: int, spec: StreamSpec, eps
 def build_last_sum(weights: Weights, prefix: str, hidden: int, spec: StreamSpec, eps: float) -> StreamExpansion:
     """The sum of the streams after the last layer; its tensors are those of `last_sum_shapes`."""
     if not spec.weighted_end:
-        return EqualStreams(spec)
+        return UnweightedLastSum(spec)
     return build_hyper_connection(weights, prefix, hidden, spec, eps, last=True)
 
 

@@ -191,8 +191,7 @@ SMALL: dict[str, Any] = {
 FAMILY = Family(
     parse=parse,
     defaults={
-        "max_position_embeddings": 1048576, "rms_norm_eps": 1e-20, "head_dim": 512, "q_lora_rank": 1280, "o_groups": 8,
-        "o_lora_rank": 1024, "index_n_heads": 32, "index_head_dim": 128, "index_topk": 512, "num_experts_per_tok": 6,
+        **deepseek_v4.FAMILY.defaults, "rms_norm_eps": 1e-20, "q_lora_rank": 1280, "index_n_heads": 32,
         "n_routed_experts": 384, "moe_intermediate_size": 2304, "engram_vocab_size": 16000000,
         "engram_max_ngram_size": 4, "engram_n_heads": 8, "engram_head_dim": 256, "engram_pad_token_id": 2,
         "engram_compressed_vocab_size": 99092,

@@ -168,8 +168,8 @@ def _limit(body: Common) -> int | None:
 
 
 def _encode_prompt(llm: LLM, body: CompletionRequest, prompt: str | list[int]) -> tuple[list[int], list[int]]:
-    """Token ids of a prompt, with the text after the gap if there is one, before and after `truncate_prompt_tokens` is
-    applied."""
+    """Token ids of a prompt, before and after truncation to `truncate_prompt_tokens`. With a `suffix` the prompt is
+    that of `infill_prompt`."""
     if body.suffix:
         if not isinstance(prompt, str):
             raise ParameterError("suffix", "is given, but the prompt is token ids", "give the prompt as a text")

@@ -11,7 +11,7 @@ MARKERS = (
     ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # DeepSeek
 )
-"""Tokens before the text before the gap, before the text after it, and at the end of the prompt."""
+"""Markers of each model family: before the prefix, before the suffix, and at the end of the prompt."""
 
 
 def infill_prompt(tokenizer: Tokenizer, prefix: str, suffix: str) -> str:

@@ -19,7 +19,7 @@ class HermesParser(MarkedToolParser, JsonParser):
     def _grammar(self) -> Steps[None]:
         if self._names:
             yield from JsonParser._grammar(self)
-        self.is_strict = False
+        self.is_strict = False  # between tags
         yield from MarkedToolParser._grammar(self)
 
     def _call(self, opened: str) -> Steps[None]:

@@ -16,7 +16,7 @@ class JsonParser(ObjectCallParser):
             pass
 
     def _group(self) -> Steps[bool]:
-        """Read calls with what encloses them: nothing, an array, a Markdown fence. Returns False if there are none."""
+        """Read calls that stand alone, in an array or in a Markdown fence. Returns False if no call follows."""
         yield from self._skip_space()
         opened = yield from self._accept("<|python_tag|>", *_FENCES)
         yield from self._skip_space()
@@ -24,7 +24,7 @@ class JsonParser(ObjectCallParser):
         start, self._position = self._position, 0
         if not (yield from self._calls(start)):
             return False
-        for closing in ("]" * bool(listed), "```" * (opened in _FENCES), ""):
+        for closing in ("]" if listed else "", "```" if opened in _FENCES else "", ""):
             yield from self._ending(closing)
             self._drop_read_text()
         return True
