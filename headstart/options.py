@@ -4,7 +4,7 @@ Imports nothing heavy, since every start of the command line reads it.
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
@@ -58,12 +58,13 @@ class Option:
 
     @classmethod
     def of_type(cls, hint: Any, **more: Any) -> Self:
-        """An option of X, X | None, Literal (choices), list[X] (repeated), tuple[X, ...] (commas) or tuple[X, X]."""
+        """An option of X, X | None, Literal (choices), list[X] or Sequence[X] (repeated), tuple[X, ...] (commas) or
+        tuple[X, X]."""
         if type(None) in get_args(hint):
             hint = next(each for each in get_args(hint) if each is not type(None))
         if get_origin(hint) is Literal:
-            return cls(choices=get_args(hint), **{"metavar": "|".join(get_args(hint)), **more})
-        if get_origin(hint) is list:
+            return cls(**{"choices": get_args(hint), "metavar": "|".join(get_args(hint)), **more})
+        if get_origin(hint) in (list, Sequence):
             return cls(kind=get_args(hint)[0], is_list=True, **more)
         if get_origin(hint) is tuple:
             kinds = get_args(hint)
@@ -108,9 +109,10 @@ class Option:
         return ",".join(map(str, self.default)) if self.is_comma_list else str(self.default)
 
     def read(self, given: Any) -> Any:
-        """The value of a text, of a list of texts, or of a switch. Raises ParseError, naming the option."""
+        """The value of a text, of a list of texts, or of a switch, which inverts its default. Raises ParseError, naming
+        the option."""
         if self.is_switch:
-            return given
+            return given != bool(self.default)
         if self.is_comma_list:
             return self._read_comma_list(given)
         if self.num_values > 1 and len(given) != self.num_values:

@@ -2,99 +2,26 @@
 
 import importlib.util
 import time
-from dataclasses import dataclass, replace
+from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headstart.cli.options import EngineOptions, OutputOptions
 from headstart.cli.parser import command
 from headstart.cli.render import finish, progress
-from headstart.config import MAX_DEPTH, flag_of
 from headstart.errors import UsageError
-from headstart.options import REQUIRED, ModelOptions, option
 from headstart.tools.options import AdaptFlags
+from headstart.train.flags import DataFlags, TrainFlags
 
 if TYPE_CHECKING:
     from headstart.train.options import TrainOptions
 
-Paths = list[Path] | None
-SCRATCH_OPTIONS = ("out", "data", "minutes", "tokens", "depth", "threads", "seed")
+SCRATCH_OPTIONS = ("from_scratch", "out", "data", "minutes", "tokens", "depth", "threads", "seed")
 WRITING_SHARE = 0.3  # share of a run without --data or --prompts in which the model writes its training text
 DECODING_OPTIONS = {"backend", "quantization", "kv_cache_dtype", "dtype", "device", "threads", "numa", "portable_bits",
                     "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_blocks", "block_size",
                     "seed", "lora"}  # fmt: skip
 """Engine options of `data`, which decodes without drafts."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainFlags(ModelOptions):
-    """TrainOptions from the command line; options that are not given keep the defaults there."""
-
-    out: Path = option("Directory for the head; another run continues there.", default=REQUIRED, is_output=True)
-    from_scratch: str | None = option(
-        "Train a small model of this family with its head from text; without --data, from Python's documentation.",
-        metavar="FAMILY",
-    )
-    kind: str | None = option("mtp, eagle3, medusa or block. Default: mtp.")
-    finetune: bool = option("Begin with the model's head, or with --head.", default=False)
-    head: Path | None = option("The head that --finetune begins with.", must_exist=True)
-    lora: Path | None = option("LoRA adapter that the model runs with.", metavar="PATH", must_exist=True)
-    data: Paths = option(
-        "JSONL file or folder of texts; may be repeated. Default: texts that the model writes.", must_exist=True
-    )
-    prompts: Paths = option("JSONL file of prompts; the model's answers are added to the data.", must_exist=True)
-    minutes: float | None = option("Time limit in minutes.")
-    tokens: int | None = option("Maximum number of training tokens.")
-    depth: int | None = option(
-        "Unrolled draft steps (default: 3), or rows of a block (default: 8).", min=1, max=MAX_DEPTH
-    )
-    modules: int | None = option("Layers of an mtp head, one for each draft step. Default: 1.")
-    draft_vocab: int | None = option("Size of the draft vocabulary: the most frequent tokens. Default: 8192.", min=2)
-    threads: int | None = option("CPU threads.")
-    seed: int | None = option("Order of data and initial weights. Default: 0.")
-    device: str | None = option("cpu or cuda. Default: cpu.", choices=("cpu", "cuda"))
-    restart: bool = option("Start over instead of continuing --out.", default=False)
-
-    def chosen(self) -> dict[str, Any]:
-        """The given options as fields of TrainOptions."""
-        values = super().chosen()
-        values["resume"] = not values.pop("restart")
-        values.pop("from_scratch", None)
-        return values
-
-    def for_scratch(self) -> dict[str, Any]:
-        """The given options as fields of ScratchOptions. Raises UsageError for options of heads only."""
-        given = self.chosen()
-        model = given.pop("model", None)
-        taken: dict[str, Any] = {name: given.pop(name) for name in SCRATCH_OPTIONS if name in given}
-        others = [flag_of(name) for name, value in given.items() if name != "resume" and value]
-        others += ["--restart"] if self.restart else []
-        others += [model] if model else []
-        if others:
-            raise UsageError(f"{others[0]} does not go with --from-scratch", "it makes a new model with its head")
-        return {"family": self.from_scratch, **taken}
-
-
-@dataclass(frozen=True, kw_only=True)
-class DataFlags(ModelOptions):
-    """DataOptions from the command line; options that are not given keep the defaults there."""
-
-    out: Path = option("Folder for the data; another run continues there.", default=REQUIRED, is_output=True)
-    tokens: int | None = option("Stop at this number of tokens in answers.")
-    minutes: float | None = option("Time limit in minutes.")
-    prompts: Paths = option("JSONL file of prompts to answer first; may be repeated.", must_exist=True)
-    text: Paths = option(
-        "Folder of documentation or source code to make prompts of; other languages than English are translated. May "
-        "be repeated.",
-        must_exist=True,
-    )
-    licence: str | None = option("Licence of --text, for the record.")
-    only_prompts: bool = option("Only answer --prompts.", default=False)
-    language: str | None = option(
-        "Language of prompts that the model writes itself: en or any. Default: en.", choices=("en", "any")
-    )
-    max_tokens: int | None = option("Maximum tokens of an answer. Default: 256.", min=2)
 
 
 @command(
@@ -112,13 +39,12 @@ def train(flags: TrainFlags, output: OutputOptions) -> int:
     if flags.from_scratch:
         from headstart.train import scratch
 
-        return finish(scratch.run(scratch.ScratchOptions(**flags.for_scratch())), output.as_json)
+        return finish(scratch.run(scratch.ScratchOptions(**_scratch_fields(flags))), output.as_json)
 
-    from headstart import hub
     from headstart.train.options import TrainOptions, check
     from headstart.train.records import check_files
 
-    options = TrainOptions(**{"model": hub.DEFAULT_MODEL} | flags.chosen())
+    options = TrainOptions(**flags.chosen())
     writes = not options.data and not options.prompts
     check(replace(options, data=(options.own_text,)) if writes else options)  # before torch is imported
     if options.data:
@@ -129,6 +55,15 @@ def train(flags: TrainFlags, output: OutputOptions) -> int:
     from headstart.train.run import run
 
     return finish(run(options), output.as_json)
+
+
+def _scratch_fields(flags: TrainFlags) -> dict[str, Any]:
+    """The options that a new model has. Raises UsageError for an option of heads only."""
+    given = {each.name: value for each in fields(flags) if (value := getattr(flags, each.name)) != each.default}
+    if others := [name for name in given if name not in SCRATCH_OPTIONS]:
+        labels = {each.name: each.label for each in TrainFlags.options()} | {"model": flags.model}
+        raise UsageError(f"{labels[others[0]]} does not go with --from-scratch", "it makes a new model with its head")
+    return given
 
 
 def _with_own_text(options: "TrainOptions") -> "TrainOptions":

@@ -1,7 +1,7 @@
 """`headstart verify` and `probe`: check exactness and drafting, of this engine or of another endpoint."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,8 @@ from headstart.cli.parser import command
 from headstart.cli.render import print_table
 from headstart.config import AUTO, flag_of
 from headstart.errors import UsageError
-from headstart.options import REQUIRED, ModelOptions, OptionGroup, argument, option
-from headstart.tools.options import MAX_MINUTES
+from headstart.options import ModelOptions, OptionGroup, option
+from headstart.tools.options import ExactFlags, ProbedServer
 
 SWITCH = {"on": True, "off": False}.__getitem__
 VARIED = {
@@ -145,29 +145,12 @@ def _prompt_of(line: str, path: Path, number: int) -> str:
     return prompt
 
 
-MAX_TOKENS = 2**20
-
-
 @dataclass(frozen=True, kw_only=True)
-class ProbeFlags(OptionGroup):
-    """ProbeOptions from the command line."""
+class ProbeFlags(ProbedServer):
+    """ProbedServer and the kind of probe."""
 
-    url: str = argument("Address of an OpenAI-compatible server, with or without /v1.", default=REQUIRED)
-    model: str | None = option("Model of the requests. Default: the first that the server lists.")
-    api_key: str | None = option("Bearer token of the server. Or $HEADSTART_API_KEY.")
     no_metrics: bool = option("Judge by response times only.", default=False)
     exact: bool = option("Check that equal requests get equal texts.", default=False)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExactFlags(OptionGroup):
-    """ExactOptions from the command line."""
-
-    panel = "With --exact"
-
-    against: str | None = option("A second server with the same model, without drafting.", metavar="URL")
-    max_tokens: int | None = option("Longest answer, in tokens. Default: 64.", min=1, max=MAX_TOKENS)
-    minutes: float | None = option("Time limit in minutes. Default: 3.", above=0, max=MAX_MINUTES)
 
 
 @command(
@@ -176,7 +159,7 @@ class ExactFlags(OptionGroup):
     "headstart probe http://localhost:8000 --exact --minutes 5",
     "headstart probe http://localhost:8000 --exact --against http://localhost:8001 --max-tokens 128",
 )
-def probe(flags: ProbeFlags, exact: ExactFlags, output: OutputOptions) -> int:
+def probe(flags: ProbeFlags, limits: ExactFlags, output: OutputOptions) -> int:
     """Find out whether an endpoint of any engine uses speculative decoding.
 
     Exit code 0: drafts are accepted; 1: there are none, or they cannot be detected.
@@ -184,16 +167,16 @@ def probe(flags: ProbeFlags, exact: ExactFlags, output: OutputOptions) -> int:
     With --exact: whether the endpoint gives the same text alone and in a batch, with a cold and a warm prefix cache,
     streamed, with and without drafting, greedy and with a seed, with tools and schemas. Exit code 0: all texts are
     equal; 1: some differ; 2: nothing could be compared."""
-    server: dict[str, Any] = {"url": flags.url, "model": flags.model, "api_key": flags.api_key}
+    server = {each.name: getattr(flags, each.name) for each in fields(ProbedServer)}
     if flags.exact:
         if flags.no_metrics:
             raise UsageError("--no-metrics is not for --exact", "leave it out")
-        from headstart.tools.probe import exact as probe_exact
+        from headstart.tools.probe import exact
 
-        exact_options = probe_exact.ExactOptions(**server, **exact.chosen())
-        return output.run("probing", partial(probe_exact.run, exact_options), _print_conditions)
-    for name in exact.chosen():
-        raise UsageError(f"{flag_of(name)} is for --exact", "give both, or leave it out")
+        exact_options = exact.ExactOptions(**server, **vars(limits))
+        return output.run("probing", partial(exact.run, exact_options), _print_conditions)
+    if given := [each.name for each in fields(limits) if getattr(limits, each.name) != each.default]:
+        raise UsageError(f"{flag_of(given[0])} is for --exact", "give both, or leave it out")
     from headstart.tools.probe import run as probe_run
 
     options = probe_run.ProbeOptions(**server, use_metrics=not flags.no_metrics)

@@ -3,6 +3,7 @@
 Imports nothing heavy, since every start of the command line reads it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,6 +73,26 @@ class GateFlags(OptionGroup):
         min=1,
         max=100,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbedServer(OptionGroup):
+    """The server of `headstart probe`."""
+
+    url: str = argument("Address of an OpenAI-compatible server, with or without /v1.", default=REQUIRED)
+    model: str | None = option("Model of the requests. Default: the first that the server lists.")
+    api_key: str | None = option("Bearer token of the server. Or $HEADSTART_API_KEY.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExactFlags(OptionGroup):
+    """Options of `headstart probe --exact`. At least one round is run, even if it takes longer than `minutes`."""
+
+    panel = "With --exact"
+
+    against: str | None = option("A second server with the same model, without drafting.", metavar="URL")
+    max_tokens: int = option("Longest answer, in tokens.", default=64, min=1, max=2**20)
+    minutes: float = option("Time limit in minutes.", default=3.0, above=0, max=MAX_MINUTES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +186,39 @@ class BenchFlags(ModelOptions):
     report: Path | None = option("Write an HTML report to this file.", is_output=True)
     force: bool = option("Replace files of an earlier run.", default=False)
     compare: tuple[Path, Path] | None = option("Compare two documents instead of measuring.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LaunchFlags(OptionGroup):
+    """Options of `headstart launch`: engine, model and devices."""
+
+    engine: str | None = argument("vllm, sglang, trtllm, xllm or llamacpp.")
+    model: str | None = argument("A directory, a .gguf file or a repo id.")
+    extra: Sequence[str] = argument("After --: flags that are passed to the engine unchanged.", default=())
+    emit: str | None = option("Print manifests for compose, k8s, kuberay or slurm.")
+    engine_version: str | None = option("Engine version. Default: the installed one.")
+    program: str | None = option("Path of the engine's program or its folder. Default: found in PATH.")
+    depth: int | None = option("Tokens drafted per pass. Default: the tuned depth, else by the head.")
+    gpus: str | None = option("GPUs of a node, such as h200x8, or none. Default: those of this machine.")
+    tp: int | None = option("Tensor parallelism. Default: the fewest GPUs that hold the model; 1 on a CPU.")
+    dp: int | None = option(
+        "Data parallelism: copies of the model, behind a router unless the engine has one. Default: 1."
+    )
+    disaggregate: str | None = option("Numbers of prefill and decode servers behind a router, such as 1:1.")
+    nodes: int = option("Machines that share one model.", default=1, min=1, max=1024)
+    head_node: str = option("Address of the first machine.", default="HEAD_NODE")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerFlags(OptionGroup):
+    """Options of `headstart launch` that every launcher gets unchanged."""
+
+    head: str | None = option("A separate drafter in the engine's layout.")
+    depth_by_batch: str | None = option("Depth by number of running requests, as JSON: a list of [from, to, depth].")
+    role: str | None = option("prefill or decode, for disaggregated servers; decode servers use MTP.")
+    kv_offload_gb: int | None = option("GB of host memory for the KV cache.", "--kv-offload")
+    host: str = option("Address to listen on.", default="127.0.0.1")
+    port: int = option("Port.", default=8000)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,18 +18,16 @@ from typing import Any, Literal
 from headstart.api import LLM, Choice
 from headstart.core import SamplingParams
 from headstart.errors import UsageError
+from headstart.train.flags import ANSWER_TOKENS, Language
 from headstart.train.progress import show_progress
 from headstart.train.records import Message, Shards, find_files
 
 GREEDY_SHARE = 0.5
 TEMPERATURES = (0.7, 1.0)  # range of temperatures of the answers that are not greedy
-ANSWER_TOKENS = 256
 MIN_CONCURRENT = 4
 """Answers in progress at the start of a wave. Each finished answer allows more, so that a short run finishes some."""
 MIN_ANSWER_TOKENS = 4  # shorter unfinished answers are dropped: there is nothing to learn from them
 EndReason = Literal["enough", "late"]
-
-Language = Literal["en", "any"]
 OWN_KIND = "own"
 PROMPT_TOKENS = 192
 TEMPERATURE, TOP_P = 1.0, 0.95

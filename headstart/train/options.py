@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from headstart.config import Device, flag_of
+from headstart.config import flag_of
 from headstart.errors import ModelError, UsageError
 from headstart.files import user_path
 from headstart.formats import find_checkpoint
@@ -16,38 +16,24 @@ from headstart.formats.base import Checkpoint
 from headstart.heads.base import HeadSpec
 from headstart.heads.files import read_head
 from headstart.heads.kind import HeadCheckpoint, Training, head_kind, is_plain, new_head_spec, trained_kinds
+from headstart.hub import DEFAULT_MODEL
 from headstart.layers.build import DecoderConfig
 from headstart.models.base import Family
 from headstart.models.head_state import usable_heads
 from headstart.models.lora import REMEDY, fit_adapter
 from headstart.models.shipped_heads import shipped_heads
 from headstart.models.tensors import find_family, read_config
+from headstart.train.flags import TrainFlags
 
 MIN_TEXT_TOKENS = 1_000  # fewest tokens of answers or plain text that a new head is trained on
 MAX_SEED = 2**63 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions:
-    """Options of `headstart train`. `minutes` or `tokens` bounds the run; one with a larger bound continues it."""
+class TrainOptions(TrainFlags):
+    """TrainFlags for a model, with choices of `headstart adapt`."""
 
-    model: str
-    out: Path
-    kind: str = "mtp"
-    finetune: bool = False  # continue from the model's head, or from `head`
-    head: Path | None = None
-    lora: Path | None = None  # LoRA adapter of the model that the head drafts for
-    data: tuple[Path, ...] = ()  # files or folders of JSONL records (see `records`)
-    prompts: tuple[Path, ...] = ()  # files of prompts that the model answers first (see `generate`)
-    minutes: float | None = None  # of computing hidden states and training
-    tokens: int | None = None
-    depth: int | None = None  # unrolled steps, or rows of a block; None: the kind's default
-    modules: int = 1  # mtp: number of layers, one for each draft step
-    draft_vocab: int = 8192
-    threads: int | None = None
-    seed: int = 0
-    resume: bool = True  # continue from a checkpoint beside `out`
-    device: Device = "cpu"
+    model: str = DEFAULT_MODEL
     measure_speedup: bool = True  # on this machine, after training
     update_share: float = 1.0  # see Recipe
 

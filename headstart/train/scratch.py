@@ -38,6 +38,7 @@ from headstart.models.small import SCRATCH
 from headstart.models.tensors import canonical_tensors
 from headstart.train.dataset import Batch
 from headstart.train.evaluate import Acceptance
+from headstart.train.flags import TrainFlags
 from headstart.train.objective import DistillationTarget, LossConfig, count_accepted, score_batch
 from headstart.train.ops import TrainingKV, TrainOps
 from headstart.train.options import check_bound, command_line
@@ -57,17 +58,11 @@ MIN_TEXT_TOKENS = 20 * BATCH_LENGTH
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScratchOptions:
-    """Options of `headstart train --from-scratch`. Exactly one of `minutes` (of training) and `tokens` is given."""
+class ScratchOptions(TrainFlags):
+    """TrainFlags of `--from-scratch`. Exactly one of `minutes` (of training) and `tokens` is given."""
 
-    family: str
-    out: Path
-    data: tuple[Path, ...] = ()
-    minutes: float | None = None
-    tokens: int | None = None
+    from_scratch: str  # the family
     depth: int = 3  # unrolled steps of the head
-    threads: int | None = None
-    seed: int = 0
 
     @property
     def loss(self) -> LossConfig:
@@ -76,7 +71,7 @@ class ScratchOptions:
     @property
     def command(self) -> str:
         """The equivalent command line, for the record."""
-        words = ["--from-scratch", self.family, "--out", self.out.name]
+        words = ["--from-scratch", self.from_scratch, "--out", self.out.name]
         words += [word for path in self.data for word in ("--data", path.name)]
         return command_line(self, words, ("minutes", "tokens", "depth", "seed"))
 
@@ -225,8 +220,8 @@ def train(model: ScratchModel, text: TokenizedText, options: ScratchOptions) -> 
 def check(options: ScratchOptions) -> None:
     """Raises UsageError for options that cannot work."""
     check_bound(options.minutes, options.tokens, options.seed)
-    if options.family not in (families := registry.available("models")):
-        raise UsageError(f"there is no family {options.family!r}", f"choose one of {', '.join(families)}")
+    if options.from_scratch not in (families := registry.available("models")):
+        raise UsageError(f"there is no family {options.from_scratch!r}", f"choose one of {', '.join(families)}")
     if options.out.exists():
         raise UsageError(f"{options.out} exists", "give --out a new name")
 
@@ -237,14 +232,14 @@ def run(options: ScratchOptions) -> Report:
     with atomic_folder(options.out) as folder:
         if options.threads:
             torch.set_num_threads(options.threads)
-        family: Family = registry.find("models", options.family).FAMILY
+        family: Family = registry.find("models", options.from_scratch).FAMILY
         skipped = SkippedRecords()
         text = TokenizedText.of(read_documents(options.data, skipped), VOCAB_SIZE)
         vocab_size, tokens = text.tokenizer.get_vocab_size(), sum(map(len, text.training))
         changes = {"vocab_size": vocab_size, "bos_token_id": 0, "eos_token_id": 0}
-        model = ScratchModel(options.family, family, changes, torch.float32)
+        model = ScratchModel(options.from_scratch, family, changes, torch.float32)
         size = sum(each.numel() for each in model.masters.values())
-        print_line(f"{options.family}: {size:,} parameters, {tokens:,} tokens of text, {vocab_size} in all")
+        print_line(f"{options.from_scratch}: {size:,} parameters, {tokens:,} tokens of text, {vocab_size} in all")
         facts = _facts(options, size, train(model, text, options))
         save_model(folder, model.config, model.masters, text.tokenizer, facts)
         return Report(True, {"out": str(options.out), **facts}, [*_lines(options, facts), *skipped.lines()])
@@ -252,7 +247,7 @@ def run(options: ScratchOptions) -> Report:
 
 def _facts(options: ScratchOptions, size: int, state: TrainState) -> dict[str, Any]:
     return {
-        "family": options.family, "command": options.command, "parameters": size, "steps": state.steps,
+        "family": options.from_scratch, "command": options.command, "parameters": size, "steps": state.steps,
         "tokens": state.tokens, "minutes": round(state.seconds / 60, 2), "loss": round(state.loss, 4),
         "held_out_loss": round(state.held_out, 4), "held_out": state.acceptance.data() if state.acceptance else None,
     }  # fmt: skip

@@ -23,6 +23,7 @@ from headstart.errors import UsageError
 from headstart.files import locked_folder, write_atomic
 from headstart.hub import DEFAULT_MODEL
 from headstart.train import generate
+from headstart.train.flags import DataFlags
 from headstart.train.plain_text import TextPiece, foreign_passages, passages, read_tree, text_records
 from headstart.train.prompts import TRANSLATION, follow_ups, templated_prompts
 from headstart.train.records import Shards
@@ -44,20 +45,10 @@ TEXT_SHARE, MAX_TEXT_TOKENS, CHARACTERS_PER_TOKEN = 0.3, 3_000_000, 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataOptions:
-    """Options of `headstart data`. At least one of `tokens` and `minutes` is given."""
+class DataOptions(DataFlags):
+    """DataFlags with the engine's options. At least one of `tokens` and `minutes` is given."""
 
-    model: str | None = None
     config: EngineConfig = field(default_factory=EngineConfig)
-    out: Path
-    tokens: int | None = None  # of answers, all runs together
-    minutes: float | None = None  # of this run
-    prompts: tuple[Path, ...] = ()
-    text: tuple[Path, ...] = ()
-    licence: str = "unknown"
-    only_prompts: bool = False  # answer the prompt files only
-    language: generate.Language = "en"
-    max_tokens: int = generate.ANSWER_TOKENS
     seed: int = 0
 
 

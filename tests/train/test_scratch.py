@@ -139,7 +139,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("scratch")
     (folder / "poem.txt").write_text(POEM * 600)
     options = ScratchOptions(
-        family="qwen3_5", out=folder / "model", data=(folder / "poem.txt",), tokens=7_000, threads=1
+        from_scratch="qwen3_5", out=folder / "model", data=(folder / "poem.txt",), tokens=7_000, threads=1
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scratch, "BATCH_ROWS", 2)
@@ -177,13 +177,13 @@ def test_batches_hold_every_document_once_in_a_round() -> None:
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"family": "animal"}, "no family 'animal'"),
+    ({"from_scratch": "animal"}, "no family 'animal'"),
     ({"tokens": 0}, "above 0"),
     ({"data": (Path("nowhere"),)}, "nowhere does not exist"),
     ({"out": Path()}, "exists"),
 ])  # fmt: skip
 def test_what_cannot_work_is_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    options = {"family": "mimo", "out": tmp_path / "model", "tokens": 100, **changes}
+    options = {"from_scratch": "mimo", "out": tmp_path / "model", "tokens": 100, **changes}
     with pytest.raises(UsageError, match=message):
         run(ScratchOptions(**options))
 
@@ -191,7 +191,7 @@ def test_what_cannot_work_is_named(changes: dict[str, Any], message: str, tmp_pa
 def test_too_little_text(tmp_path: Path) -> None:
     (tmp_path / "poem.txt").write_text(POEM * 10)
     with pytest.raises(UsageError, match="too few to learn from"):
-        run(ScratchOptions(family="mimo", out=tmp_path / "model", tokens=100, data=(tmp_path / "poem.txt",)))
+        run(ScratchOptions(from_scratch="mimo", out=tmp_path / "model", tokens=100, data=(tmp_path / "poem.txt",)))
 
 
 @pytest.mark.parametrize(("words", "message"), [

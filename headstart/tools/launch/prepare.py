@@ -14,24 +14,14 @@ from headstart.tools.launch.launcher import EngineLauncher, InstalledProgram, ot
 from headstart.tools.launch.model_facts import ModelFacts, choose_depth, drafter_of, read_facts
 from headstart.tools.launch.parallelism import CacheRequest, Hardware, NodeDevices, divide, named_devices
 from headstart.tools.launch.spec import LaunchPlan, LaunchRequest, LaunchSpec, LaunchStep, option_flag
+from headstart.tools.options import LaunchFlags
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchOptions(LaunchRequest):
+class LaunchOptions(LaunchFlags, LaunchRequest):
     """Options of `headstart launch`; None: the program decides."""
 
     engine: str
-    model: str | None = None
-    engine_version: str | None = None
-    program: str | None = None  # the engine's program, or its folder
-    depth: int | None = None
-    gpus: str | None = None
-    tp: int | None = None
-    dp: int | None = None
-    nodes: int = 1
-    head_node: str = "HEAD_NODE"
-    disaggregate: str | None = None  # PREFILL:DECODE
-    emit: str | None = None  # a key of containers.KINDS
 
     def __post_init__(self) -> None:
         EngineConfig(depth_by_batch=self.depth_by_batch)

@@ -1,11 +1,12 @@
 """Data of a launch: the user's LaunchRequest, the complete LaunchSpec, and the LaunchPlan with its LaunchSteps."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from headstart.models.classify import DrafterKind
+from headstart.tools.options import ServerFlags
 
 PLATFORMS = {"cuda": "NVIDIA GPUs", "rocm": "AMD GPUs", "xpu": "Intel GPUs", "npu": "Ascend NPUs",
              "metal": "Apple's GPUs", "cpu": "a CPU alone"}  # fmt: skip
@@ -32,17 +33,11 @@ class Parallelism:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaunchRequest:
+class LaunchRequest(ServerFlags):
     """Options that every launcher gets unchanged from the user."""
 
-    head: str | None = None
-    depth_by_batch: str | None = None  # JSON rows [smallest batch, largest batch, depth]
-    role: str | None = None  # prefill or decode
-    kv_offload_gb: int | None = None
-    host: str = "127.0.0.1"
-    port: int = 8000
     settings: Mapping[str, Any] = field(default_factory=dict)  # common options by name; True: a switch
-    extra: tuple[str, ...] = ()  # the engine's own arguments
+    extra: Sequence[str] = ()  # the engine's own arguments
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,6 +19,7 @@ from headstart.errors import UsageError
 from headstart.formats.json_object import read_packaged
 from headstart.tools.client import Server, find_model, get_object
 from headstart.tools.engine_metrics import EngineCounters
+from headstart.tools.options import ExactFlags, ProbedServer
 from headstart.tools.probe.endpoint import EndpointLost, EndpointRefused
 from headstart.tools.probe.exact_requests import (
     ExactClient,
@@ -241,20 +242,11 @@ SWITCHES: dict[str, dict[str, dict[str, Any]]] = {
 """Engine whose requests can switch drafting off, or set a depth -> request fields for both."""
 NUM_CONCURRENT = 8  # requests at a time in condition "company", fillers included
 MAX_ROUNDS = 60
-MINUTES, MAX_TOKENS = 3.0, 64
 QUESTIONS: tuple[Question, ...] = ("asked", "other")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExactOptions:
-    """Options of `probe --exact`. At least one round is run, even if it takes longer than `minutes`."""
-
-    url: str
-    against: str | None = None  # a server of the same model that does not draft
-    model: str | None = None
-    api_key: str | None = None
-    max_tokens: int = MAX_TOKENS
-    minutes: float = MINUTES
+class ExactOptions(ProbedServer, ExactFlags):
     rounds: int = MAX_ROUNDS
     seed: int | None = None  # of the prompts; None: random, so that no earlier run has filled the prefix cache
 

@@ -12,6 +12,7 @@ from typing import Any
 from headstart.core import Progress, Report, no_progress
 from headstart.tools.client import Server
 from headstart.tools.engine_metrics import EngineCounters, advise
+from headstart.tools.options import ProbedServer
 from headstart.tools.probe import timing
 from headstart.tools.probe.endpoint import Endpoint
 
@@ -27,10 +28,7 @@ NAIVE = "the naive test (200 tokens against 50, whole answers) is confounded by 
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProbeOptions:
-    url: str
-    model: str | None = None
-    api_key: str | None = None
+class ProbeOptions(ProbedServer):
     use_metrics: bool = True  # False: judge by times only
     rounds: int = ROUNDS
     seed: int = 0  # chooses the texts
