@@ -12,7 +12,7 @@ from headstart.cli.render import print_table
 from headstart.config import AUTO, flag_of
 from headstart.errors import UsageError
 from headstart.options import ModelOptions, OptionGroup, option
-from headstart.tools.options import ExactFlags, ProbedServer
+from headstart.tools.options import MAX_MINUTES, ProbedServer
 
 SWITCH = {"on": True, "off": False}.__getitem__
 VARIED = {
@@ -153,6 +153,17 @@ class ProbeFlags(ProbedServer):
     exact: bool = option("Check that equal requests get equal texts.", default=False)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ExactFlags(OptionGroup):
+    """ExactOptions from the command line."""
+
+    panel = "With --exact"
+
+    against: str | None = option("A second server with the same model, without drafting.", metavar="URL")
+    max_tokens: int | None = option("Longest answer, in tokens. Default: 64.", min=1, max=2**20)
+    minutes: float | None = option("Time limit in minutes. Default: 3.", above=0, max=MAX_MINUTES)
+
+
 @command(
     "headstart probe http://localhost:8000",
     "headstart probe http://localhost:8000/v1 --no-metrics --json",
@@ -173,10 +184,10 @@ def probe(flags: ProbeFlags, limits: ExactFlags, output: OutputOptions) -> int:
             raise UsageError("--no-metrics is not for --exact", "leave it out")
         from headstart.tools.probe import exact
 
-        exact_options = exact.ExactOptions(**server, **vars(limits))
+        exact_options = exact.ExactOptions(**server, **limits.chosen())
         return output.run("probing", partial(exact.run, exact_options), _print_conditions)
-    if given := [each.name for each in fields(limits) if getattr(limits, each.name) != each.default]:
-        raise UsageError(f"{flag_of(given[0])} is for --exact", "give both, or leave it out")
+    for name in limits.chosen():
+        raise UsageError(f"{flag_of(name)} is for --exact", "give both, or leave it out")
     from headstart.tools.probe import run as probe_run
 
     options = probe_run.ProbeOptions(**server, use_metrics=not flags.no_metrics)

@@ -85,17 +85,6 @@ class ProbedServer(OptionGroup):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExactFlags(OptionGroup):
-    """Options of `headstart probe --exact`. At least one round is run, even if it takes longer than `minutes`."""
-
-    panel = "With --exact"
-
-    against: str | None = option("A second server with the same model, without drafting.", metavar="URL")
-    max_tokens: int = option("Longest answer, in tokens.", default=64, min=1, max=2**20)
-    minutes: float = option("Time limit in minutes.", default=3.0, above=0, max=MAX_MINUTES)
-
-
-@dataclass(frozen=True, kw_only=True)
 class AdaptFlags(OptionGroup):
     """Options of `headstart adapt`."""
 

@@ -10,8 +10,9 @@ whether the row of the last token drafts.
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import astuple, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -57,12 +58,15 @@ def measure(model: str | None, head: str | None, progress: Progress) -> dict[str
         return {"ran": False, "why": error.message}
 
 
-class MeasuredReading(NamedTuple):
-    """Drafts with another reading of a head's weights."""
+class HeadReading(NamedTuple):
+    """Another way to interpret a head's weights."""
 
-    what: str
-    fix: str
-    stats: DraftStats
+    description: str  # such as "the hidden state before the embedding"
+    suggestion: str  # the change after which engines read the weights like this
+    head: Callable[[], Head]
+
+
+MeasuredReading = tuple[HeadReading, DraftStats]
 
 
 def _measure_streamed(model: "Model", progress: Progress) -> dict[str, Any]:
@@ -109,9 +113,8 @@ def _measure_readings(
 
     readings, others = [], list(mtp_readings(model))
     for done, other in enumerate(others):
-        progress(done, len(others), f"measuring acceptance with {other.what}")
-        stats = _counts(forced, saved, other.head(), other.what).first()
-        readings.append(MeasuredReading(other.what, other.fix, stats))
+        progress(done, len(others), f"measuring acceptance with {other.description}")
+        readings.append((other, _counts(forced, saved, other.head(), other.description).first()))
     return readings
 
 
@@ -156,35 +159,34 @@ def _measure_block_readings(
     A difference that may be chance is measured again over longer texts."""
     from headstart.api import LLM
     from headstart.tools.inspect.readings import rebuilt
-
     head = model.head
     assert head
     written = Path(head.source) / "config.json"
     ours = written.is_file() and MARK in read_object(written)
-    others = list(other_readings(head.spec, model.config.num_layers, ours=ours))
+    others = list(other_readings(head.spec, model.config.num_layers, partial(rebuilt, model, head), ours=ours))
     texts, done = len(builtin_prompts()), count(1)
     whole = [texts * len(others)]
 
-    def tried(spec: HeadSpec, what: str, tokens: int = TOKENS) -> DraftStats:
-        llm = LLM(replace(model, head=rebuilt(model, head, spec)), replace(config, depth=spec.depth_limit))
+    def tried(head: Head, what: str, tokens: int = TOKENS) -> DraftStats:
+        llm = LLM(replace(model, head=head), replace(config, depth=head.spec.depth_limit))
         return measure_acceptance(llm, tokens, lambda: progress(next(done), whole[0], f"measuring acceptance {what}"))
 
-    readings = [MeasuredReading(each.what, each.fix, tried(each.spec, f"with {each.what}")) for each in others]
+    readings = [(each, tried(each.head(), f"with {each.description}")) for each in others]
     best = _best(readings, as_published)
-    if best is None and (likely := [place for place, each in enumerate(readings) if gains(each.stats, as_published)]):
-        place = max(likely, key=lambda place: readings[place].stats.acceptance_length)
+    if best is None and (likely := [place for place, (_, stats) in enumerate(readings) if gains(stats, as_published)]):
+        place = max(likely, key=lambda place: readings[place][1].acceptance_length)
         whole[0] += 2 * texts
-        as_published = tried(head.spec, "on longer texts", LONGER * TOKENS)
-        longer = tried(others[place].spec, f"with {others[place].what}", LONGER * TOKENS)
-        readings[place] = readings[place]._replace(stats=longer)
+        as_published = tried(head, "on longer texts", LONGER * TOKENS)
+        longer = tried(others[place].head(), f"with {others[place].description}", LONGER * TOKENS)
+        readings[place] = (others[place], longer)
         best = _best([readings[place]], as_published)
     return as_published, readings, best
 
 
 def _best(readings: list[MeasuredReading], as_published: DraftStats) -> MeasuredReading | None:
     """The best of the readings that draft better than the head as written; None if none does."""
-    better = [each for each in readings if is_better(each.stats, as_published)]
-    return max(better, key=lambda each: each.stats.acceptance_length, default=None)
+    better = [each for each in readings if is_better(each[1], as_published)]
+    return max(better, key=lambda each: each[1].acceptance_length, default=None)
 
 
 def _document(
@@ -200,9 +202,11 @@ def _document(
         "acceptance": first,
         "dead": first < DEAD_BELOW and best is None,
         "depths": rows,
-        "readings": [{"what": each.what, "acceptance_length": each.stats.acceptance_length} for each in readings],
+        "readings": [
+            {"what": each.description, "acceptance_length": stats.acceptance_length} for each, stats in readings
+        ],
         "better": best and {
-            "what": best.what, "fix": best.fix, "acceptance_length": best.stats.acceptance_length,
+            "what": best[0].description, "fix": best[0].suggestion, "acceptance_length": best[1].acceptance_length,
             "instead_of": as_published.acceptance_length,
         },
     }  # fmt: skip
@@ -217,23 +221,17 @@ SHARE, ERRORS = 0.05, 3.0
 """Required gain in acceptance length of another setting: relative, and in standard errors of the difference."""
 
 
-class BlockReading(NamedTuple):
-    """Another way to interpret a block drafter's weights."""
-
-    what: str  # description, such as "a RoPE that is interleaved"
-    fix: str  # the change of config.json
-    spec: HeadSpec
-
-
-def other_readings(spec: HeadSpec, num_layers: int, *, ours: bool = False) -> Iterator[BlockReading]:
-    """Yields other settings of a block drafter on a trunk of `num_layers`; none for other heads. `ours`: config.json is
-    in headstart's format, which decides the spelling of `fix`."""
+def other_readings(
+    spec: HeadSpec, num_layers: int, read: Callable[[HeadSpec], Head], *, ours: bool = False
+) -> Iterator[HeadReading]:
+    """Yields other settings of a block drafter on a trunk of `num_layers`; none for other heads. `read` makes a head
+    with a spec. `ours`: config.json is in headstart's format, which decides the spelling of suggestions."""
     block, taps = spec.block, tapped_layers(spec.tap)
     if block is None:
         return
 
-    def reading(what: str, fix: str, **changes: Any) -> BlockReading:
-        return BlockReading(what, fix, replace(spec, block=replace(block, **changes)))
+    def reading(description: str, suggestion: str, **changes: Any) -> HeadReading:
+        return HeadReading(description, suggestion, partial(read, replace(spec, block=replace(block, **changes))))
 
     style = "half-split" if block.interleaved else "interleaved"
     rope = json.dumps({"interleaved": not block.interleaved} if ours else {"is_neox_style": block.interleaved})[1:-1]
@@ -246,7 +244,8 @@ def other_readings(spec: HeadSpec, num_layers: int, *, ours: bool = False) -> It
         moved = tuple(layer + step for layer in taps)
         if moved[0] >= 0 and moved[-1] < num_layers:
             what = f"layer ids that are one {'higher' if step == 1 else 'lower'}"
-            yield BlockReading(what, f"add {step} to each of its layer ids", replace(spec, tap=moved))
+            changed = partial(read, replace(spec, tap=moved))
+            yield HeadReading(what, f"add {step} to each of its layer ids", changed)
     rows = block.rows_for(block.block_size)
     if drafts := min(rows - block.anchor_predicts, MAX_DEPTH):
         anchor = not block.anchor_predicts

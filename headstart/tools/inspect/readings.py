@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from headstart.engine.load import NATIVE_HEAD, Model, fit_head
 from headstart.formats.quantization import readable
@@ -19,16 +19,8 @@ from headstart.layers.mla import MLAConfig
 from headstart.layers.norm import RMSNorm
 from headstart.layers.weights import Weights
 from headstart.models.native_heads import examine
+from headstart.tools.inspect.deep import HeadReading
 from headstart.tools.inspect.findings import shared_tensors
-
-
-class HeadReading(NamedTuple):
-    """One other reading of a head."""
-
-    what: str  # description, such as "the hidden state before the embedding"
-    fix: str  # the change after which engines read the weights like this
-    head: Callable[[], Head]
-
 
 OTHER_TAP: dict[Tap, Tap] = {"post_norm": "pre_norm", "pre_norm": "post_norm"}
 

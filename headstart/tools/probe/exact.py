@@ -19,7 +19,7 @@ from headstart.errors import UsageError
 from headstart.formats.json_object import read_packaged
 from headstart.tools.client import Server, find_model, get_object
 from headstart.tools.engine_metrics import EngineCounters
-from headstart.tools.options import ExactFlags, ProbedServer
+from headstart.tools.options import ProbedServer
 from headstart.tools.probe.endpoint import EndpointLost, EndpointRefused
 from headstart.tools.probe.exact_requests import (
     ExactClient,
@@ -246,7 +246,12 @@ QUESTIONS: tuple[Question, ...] = ("asked", "other")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExactOptions(ProbedServer, ExactFlags):
+class ExactOptions(ProbedServer):
+    """Options of `probe --exact`. At least one round is run, even if it takes longer than `minutes`."""
+
+    against: str | None = None  # a server of the same model that does not draft
+    max_tokens: int = 64
+    minutes: float = 3.0
     rounds: int = MAX_ROUNDS
     seed: int | None = None  # of the prompts; None: random, so that no earlier run has filled the prefix cache
 

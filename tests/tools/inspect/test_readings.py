@@ -13,7 +13,7 @@ from headstart.heads.base import BlockSpec, HeadSpec
 from headstart.heads.kind import head_kind
 from headstart.models.small import random_arrays
 from headstart.tools.inspect import run as inspect
-from headstart.tools.inspect.deep import LONGER, TOKENS, is_better, other_readings
+from headstart.tools.inspect.deep import LONGER, TOKENS, HeadReading, is_better, other_readings
 
 BLOCK = BlockSpec(block_size=3, num_layers=1, mask_token_id=3, causal=False, anchor_predicts=False)
 SPEC = HeadSpec(kind="block", tap=(1, 3), block=BLOCK)
@@ -25,9 +25,16 @@ def counts(*per_position: int, drafts: int = 200) -> DraftStats:
     return stats
 
 
+def readings(spec: HeadSpec, layers: int = 5, *, ours: bool = False) -> list[HeadReading]:
+    """The readings of a block drafter, each with its spec in place of a head."""
+    read: Any = replace
+    return list(other_readings(spec, layers, read, ours=ours))
+
+
 def test_every_reading_changes_one_thing_and_says_what_to_write() -> None:
-    found = {each.what: each for each in other_readings(SPEC, 5)}
-    blocks = {what: each.spec.block for what, each in found.items()}
+    found = {each.description: each for each in readings(SPEC)}
+    specs: dict[str, Any] = {description: each.head() for description, each in found.items()}
+    blocks = {description: spec.block for description, spec in specs.items()}
     assert blocks == {
         "a RoPE that is interleaved": replace(BLOCK, interleaved=True),
         "rows that see only earlier rows of their block": replace(BLOCK, causal=True, causal_windows=True),
@@ -35,15 +42,15 @@ def test_every_reading_changes_one_thing_and_says_what_to_write() -> None:
         "layer ids that are one lower": BLOCK,
         "a first row that drafts too": replace(BLOCK, anchor_predicts=True, block_size=4),
     }
-    assert [each.spec.tap for each in found.values() if each.spec.block == BLOCK] == [(2, 4), (0, 2)]
-    assert found["a RoPE that is interleaved"].fix == '"is_neox_style": false'
-    ours = {each.what: each.fix for each in other_readings(SPEC, 5, ours=True)}
-    assert list(ours.values()) == [
+    assert [spec.tap for spec in specs.values() if spec.block == BLOCK] == [(2, 4), (0, 2)]
+    assert found["a RoPE that is interleaved"].suggestion == '"is_neox_style": false'
+    assert [each.suggestion for each in readings(SPEC, ours=True)] == [
         '"interleaved": true', '"causal": true', "add 1 to each of its layer ids", "add -1 to each of its layer ids",
         '"anchor_predicts": true',
     ]  # fmt: skip
-    assert [each.what for each in other_readings(replace(SPEC, tap=(0, 3)), 4)][2:] == ["a first row that drafts too"]
-    assert not list(other_readings(HeadSpec(), 5))
+    last = readings(replace(SPEC, tap=(0, 3)), layers=4)[2:]
+    assert [each.description for each in last] == ["a first row that drafts too"]
+    assert not readings(HeadSpec())
 
 
 def test_better_is_beyond_chance() -> None:
