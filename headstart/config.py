@@ -40,6 +40,14 @@ DRAFTER_WORDS = ("auto", "none")
 """Values of `drafter` that are no names: the best drafter of the model, and plain decoding."""
 
 
+class OptionError(UsageError):
+    """The value of one field of EngineConfig is wrong. The message begins with the flag of the command line."""
+
+    def __init__(self, option: str, problem: str, hint: str = "") -> None:
+        super().__init__(flag_of(option) + problem, hint)
+        self.option, self.problem = option, problem
+
+
 def _flag(
     default: Any, doc: str, low: int | None = None, high: int | None = None, hint: str = "", metavar: str = ""
 ) -> Any:
@@ -181,11 +189,11 @@ class EngineConfig:
             self._check(name)
         self._check_names()
         if self.synthetic_rates and self.rule != "exact":
-            raise UsageError(f"--synthetic-acceptance takes the place of --rule {self.rule}", "leave --rule out")
+            raise OptionError("synthetic_acceptance", f" takes the place of --rule {self.rule}", "give one of them")
         if self.depth == AUTO and self.rule == "rejection":  # drafts change its text, so depth must not follow a clock
             object.__setattr__(self, "depth", FIXED_DEPTH)
         _depth_table(self.depth_by_batch)
-        self._check_range("ngram_max", self.ngram_min, MAX_NGRAM, "it cannot be below --ngram-min")
+        self._check_range("ngram_max", self.ngram_min, MAX_NGRAM, "it cannot be below the shortest n-gram")
         self._check_positive("kv_spill_gb", MAX_GB, "10 is the default")
         if self.gpu_memory_utilization is not None:
             self._check_positive("gpu_memory_utilization", 1, "for example 0.9")
@@ -202,13 +210,14 @@ class EngineConfig:
                 raise self._unknown("drafter", (*DRAFTER_WORDS, *sorted(names)))
         adapters = [name for name, _ in self.adapters]
         if twice := next((name for name in adapters if adapters.count(name) > 1), None):
-            raise UsageError(f"--lora: two adapters are named {twice}", "give each a name of its own")
+            raise OptionError("lora", f": two adapters are named {twice}", "give each a name of its own")
         if missing := next((path for _, path in self.adapters if not _exists(path)), None):
-            raise UsageError(f"--lora: {missing} does not exist", "give a PEFT directory or a GGUF adapter: NAME=PATH")
+            hint = "give a PEFT directory or a GGUF adapter: NAME=PATH"
+            raise OptionError("lora", f": {missing} does not exist", hint)
         if self.mmproj is not None and not _is_file(self.mmproj):
-            raise UsageError(f"--mmproj: {self.mmproj} is not a file", "give llama.cpp's mmproj-*.gguf")
+            raise OptionError("mmproj", f": {self.mmproj} is not a file", "give llama.cpp's mmproj-*.gguf")
         if self.lookup_corpus is not None and not _is_file(self.lookup_corpus):
-            raise UsageError(f"--lookup-corpus: {self.lookup_corpus} is not a file", "give a text file in UTF-8")
+            raise OptionError("lookup_corpus", f": {self.lookup_corpus} is not a file", "give a text file in UTF-8")
 
     @property
     def adapters(self) -> list[tuple[str, str]]:
@@ -216,14 +225,14 @@ class EngineConfig:
         UsageError for other values than texts, and for an empty name or path."""
         given = () if self.lora is None else self.lora
         if not isinstance(given, tuple) or not all(isinstance(each, str) for each in given):
-            raise UsageError(f"--lora is {given!r}, but must be a list of texts", "for example ['sql=./sql-adapter']")
+            raise OptionError("lora", f" is {given!r}, but must be a list of texts", "such as ['sql=./sql-adapter']")
         pairs = [each.partition("=") for each in given]
         found = [
             (name, path) if equals else (Path(name).name.removesuffix(".gguf"), name) for name, equals, path in pairs
         ]
         for name, path in found:
             if not name.strip() or not path.strip():
-                raise UsageError(f"--lora: {name}={path} has no name or no path", "for example sql=./sql-adapter")
+                raise OptionError("lora", f": {name}={path} has no name or no path", "for example sql=./sql-adapter")
         return found
 
     @property
@@ -247,32 +256,32 @@ class EngineConfig:
         choices = tuple(choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind))
         if value is None:
             if type(None) not in kinds:
-                raise UsageError(f"{flag_of(name)} is None, but must be given", f"its default is {item.default}")
+                raise OptionError(name, " is None, but must be given", f"its default is {item.default}")
         elif bool in kinds and not isinstance(value, bool):
-            raise UsageError(f"{flag_of(name)} is {value!r}, but must be True or False")
+            raise OptionError(name, f" is {value!r}, but must be True or False")
         elif str in kinds and not isinstance(value, str):
-            raise UsageError(f"{flag_of(name)} is {value!r}, but must be a text")
+            raise OptionError(name, f" is {value!r}, but must be a text")
         elif int in kinds and value not in choices:
             self._check_range(name, *item.metadata["range"])
         elif choices and value not in choices:
             raise self._unknown(name, choices)
 
-    def _unknown(self, name: str, known: tuple[str, ...]) -> UsageError:
-        what = f"{flag_of(name)} is {getattr(self, name)!r}, which is unknown"
-        return UsageError(what, f"choose from: {', '.join(known)}")
+    def _unknown(self, name: str, known: tuple[str, ...]) -> OptionError:
+        hint = f"choose from: {', '.join(known)}"
+        return OptionError(name, f" is {getattr(self, name)!r}, which is unknown", hint)
 
     def _check_positive(self, name: str, high: float, hint: str) -> None:
         value = getattr(self, name)
         if not isinstance(value, int | float) or not 0 < value <= high:
-            raise UsageError(f"{flag_of(name)} is {value}, but must be above 0 and at most {high}", hint)
+            raise OptionError(name, f" is {value}, but must be above 0 and at most {high}", hint)
 
     def _check_range(self, name: str, low: int | None, high: int | None, hint: str) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise UsageError(f"{flag_of(name)} is {value!r}, but must be a whole number", hint)
+            raise OptionError(name, f" is {value!r}, but must be a whole number", hint)
         if (low is not None and value < low) or (high is not None and value > high):
             bound = f"at least {low}" if high is None else f"between {low} and {high}"
-            raise UsageError(f"{flag_of(name)} is {value}, but must be {bound}", hint)
+            raise OptionError(name, f" is {value}, but must be {bound}", hint)
 
 
 @lru_cache
@@ -284,11 +293,12 @@ def _depth_table(text: str | None) -> tuple[tuple[int, int], ...]:
     try:
         rows = [tuple(row) for row in json.loads(text)]
     except (ValueError, RecursionError, TypeError):
-        raise UsageError(f"--depth-by-batch is {text[:200]!r}, which is not a JSON list of lists", hint) from None
+        what = f" is {text[:200]!r}, which is not a JSON list of lists"
+        raise OptionError("depth_by_batch", what, hint) from None
     for row in rows:
         whole = len(row) == 3 and all(isinstance(value, int) and not isinstance(value, bool) for value in row)
         if not whole or not 1 <= row[0] <= row[1] or not 0 <= row[2] <= MAX_DEPTH:
-            raise UsageError(f"--depth-by-batch has the row {list(row)}, which is not [from, to, depth]", hint)
+            raise OptionError("depth_by_batch", f" has the row {list(row)}, which is not [from, to, depth]", hint)
     return tuple((row[0], row[2]) for row in sorted(rows))
 
 
@@ -301,10 +311,10 @@ def _rates(text: str | None) -> tuple[float, ...]:
     try:
         rates = tuple(float(word) for word in text.split(","))
     except ValueError:
-        raise UsageError(f"--synthetic-acceptance is {text!r}, which is not a list of numbers", hint) from None
+        raise OptionError("synthetic_acceptance", f" is {text!r}, which is not a list of numbers", hint) from None
     if not all(0 <= rate <= before for before, rate in pairwise((1.0, *rates))) or len(rates) > MAX_DEPTH:
         wanted = f"at most {MAX_DEPTH} rates between 0 and 1, none above the one before it"
-        raise UsageError(f"--synthetic-acceptance is {text}, but must be {wanted}", hint)
+        raise OptionError("synthetic_acceptance", f" is {text}, but must be {wanted}", hint)
     return rates
 
 

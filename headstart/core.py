@@ -107,7 +107,7 @@ class PlacedImage:
 def rope_positions(images: Seq[PlacedImage]) -> Int32:
     """Rotary positions [n, 3] on the axes time, row and column of a prompt up to the end of its last image (M-RoPE;
     transformers 5.24, Qwen3_5Model.get_rope_index). The tokens of an image share a time and have its rows and columns.
-    A token behind an image follows the largest position before it, on all axes; so do all later tokens."""
+    A token after an image follows the largest position before it, on all axes; so do all later tokens."""
     parts, first, following = [np.zeros((0, 3), np.int32)], 0, 0
     for placed in images:
         text = np.arange(following, following + placed.first - first, dtype=np.int32)
@@ -176,8 +176,8 @@ class Request:
         if (known := self.rope_positions) is None:
             return np.repeat(positions[:, None], 3, 1)
         shift = known[self.images[-1].first :].max() + 1 - len(known)
-        behind = positions[:, None] + np.int32(shift)
-        return np.where(positions[:, None] < len(known), known[np.minimum(positions, len(known) - 1)], behind)
+        later = positions[:, None] + np.int32(shift)
+        return np.where(positions[:, None] < len(known), known[np.minimum(positions, len(known) - 1)], later)
 
 
 class Leaf(NamedTuple):

@@ -2,12 +2,10 @@
 
 import gc
 import os
-import re
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence as Seq
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
 from itertools import count
@@ -25,13 +23,13 @@ from headstart.api.images import (
     with_placeholders,
 )
 from headstart.api.session import Completion, Session, TextDelta, gather
-from headstart.config import AUTO, EngineConfig, config_fields, flag_of
+from headstart.config import AUTO, EngineConfig, OptionError, config_fields
 from headstart.core import Progress, Request, SamplingParams, no_progress, token_mask
 from headstart.engine.build import build_engine, change_head, identity
 from headstart.engine.calibrate import known_costs
 from headstart.engine.load import Model, load_model, with_head
 from headstart.engine.shared import SharedEngine
-from headstart.errors import HeadstartError, ModelError, ParameterError, UsageError, did_you_mean
+from headstart.errors import ModelError, ParameterError, UsageError, did_you_mean
 from headstart.hub import chat_sampling
 from headstart.params import parameters, recommended
 from headstart.text.chat import ChatTemplate
@@ -62,22 +60,6 @@ def make_config(config: EngineConfig | None, options: Mapping[str, Any]) -> Engi
     elif isinstance(adapters, str | os.PathLike):
         options = {**options, "lora": (os.fspath(adapters),)}
     return replace(config or EngineConfig(), **options)
-
-
-@contextmanager
-def _argument_names(options: Mapping[str, Any]) -> Iterator[None]:
-    """With `options`, errors name the arguments of LLM (`depth`) in place of the command line's options (`--depth`)."""
-
-    def renamed(text: str) -> str:
-        for name in config_fields() if options else ():
-            text = re.sub(rf"{flag_of(name)}(?![\w-])", name, text)
-        return text
-
-    try:
-        yield
-    except HeadstartError as error:
-        error.message, error.hint = renamed(error.message), renamed(error.hint)
-        raise
 
 
 class RequestOptions(TypedDict, total=False):
@@ -167,10 +149,14 @@ class LLM:
         if not isinstance(model, str | os.PathLike | Model | None):
             raise UsageError(f"model is {model!r}", "give a path, a Hub name or an alias")
         name = os.fspath(model) if isinstance(model, os.PathLike) else model
-        with _argument_names(options):
+        try:
             self.config = make_config(config, options)
             self.model = name if isinstance(name, Model) else load_model(name, self.config, progress)
             self.engine = build_engine(self.model, self.config, cache_bytes)
+        except OptionError as error:
+            if not options:
+                raise
+            raise UsageError(error.option + error.problem, error.hint) from None
         self.shared = SharedEngine(self.engine)
         if self.config.depth == AUTO and self.engine.drafting.drafter:
             self.engine.drafting.auto.costs = known_costs(self.engine, identity(self.model, self.config))

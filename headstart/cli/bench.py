@@ -97,7 +97,7 @@ def step(flags: StepFlags, engine: EngineOptions, output: OutputOptions) -> int:
         print_records(
             IN_PLACE_COLUMNS, [each | {"ratio": each["forward_ms"] / steps[0]["forward_ms"]} for each in steps]
         )
-        print(f"the same pass repeated behind {data['context']} positions:")
+        print(f"the same pass repeated after {data['context']} positions:")
         passes, first_ms = data["passes"], data["passes"][0]["median_ms"]
         more = [{"ratio": each["median_ms"] / first_ms, "num_passes": len(each["samples_ms"])} for each in passes]
         print_records(PASS_COLUMNS, [each | added for each, added in zip(passes, more, strict=True)])

@@ -1,7 +1,7 @@
 """Drafts of a model with another tokenizer: its text is tokenized again with the trunk's tokenizer.
 
 The draft model reads the text of the sequence in its own tokens and continues it greedily. The end of the trunk's text
-and the drafted text are then encoded together; the tokens behind the trunk's own are the draft (universal assisted
+and the drafted text are then encoded together; the tokens after the trunk's own are the draft (universal assisted
 generation, transformers `AssistedCandidateGeneratorDifferentTokenizers`). The draft model has an engine of its own,
 since its tokens do not lie at the trunk's positions.
 """

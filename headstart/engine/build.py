@@ -14,7 +14,7 @@ from headstart import hub, machine, registry
 from headstart.cache.blocks import STATE, TRUNK, BlockPart
 from headstart.cache.kv_cache import KVCacheManager
 from headstart.cache.recurrent import StateCacheManager
-from headstart.config import AUTO, MAX_DEPTH, EngineConfig
+from headstart.config import AUTO, MAX_DEPTH, EngineConfig, OptionError
 from headstart.drafters.base import Drafter, DraftVocabulary, TargetModel, TextLookup
 from headstart.drafters.ngram import SharedLookup
 from headstart.engine.adapters import Adapters
@@ -61,8 +61,8 @@ def build_engine(model: Model, config: EngineConfig, max_bytes: int | None = Non
     corpus = _lookup_corpus(model, config.lookup_corpus) if drafter_type else None
     drafter = drafter_type.attach(_target(model, config, runner, vocabulary, corpus)) if drafter_type else None
     if drafter and config.depth != AUTO and config.depth > drafter.max_depth:
-        hint = f"use --depth {drafter.max_depth} or less"
-        raise UsageError(f"--depth is {config.depth}, but drafter {method} goes to {drafter.max_depth} at most", hint)
+        what = f" is {config.depth}, but drafter {method} goes to {drafter.max_depth} at most"
+        raise OptionError("depth", what, f"use {drafter.max_depth} or less")
     tap = drafter.tap if drafter else None
     trunk = DecoderNetwork(
         model.decoder, tap, tap_width(tap, model.config.hidden_size, model.config.num_streams),
@@ -166,7 +166,7 @@ def _lookup_corpus(model: Model, name: str | None) -> TextLookup | None:
         return None
     tokens = model.tokenizer.encode(read_text(name, "give a text file", "--lookup-corpus"))
     if len(tokens) > MAX_CORPUS:
-        raise UsageError(f"--lookup-corpus: {name} has {len(tokens)} tokens", f"use a file of at most {MAX_CORPUS}")
+        raise OptionError("lookup_corpus", f": {name} has {len(tokens)} tokens", f"use a file of at most {MAX_CORPUS}")
     return SharedLookup.of_corpus(tokens)
 
 
@@ -197,7 +197,7 @@ def context_length(model: Model, config: EngineConfig) -> int:
     """Maximum prompt plus output tokens. Raises UsageError for more than the model's context."""
     limit = model.config.max_length
     if config.max_model_len is not None and config.max_model_len > limit:
-        raise UsageError(f"--max-model-len is {config.max_model_len}, but the model's context is {limit}")
+        raise OptionError("max_model_len", f" is {config.max_model_len}, but the model's context is {limit}")
     return config.max_model_len or limit
 
 
@@ -227,14 +227,16 @@ def _allocate_cache(
     default = max(min(config.max_num_seqs * blocks_per_sequence, affordable), blocks_per_sequence)
     num_blocks = config.kv_blocks or default
     if num_blocks * config.block_size < max_length:
-        raise UsageError(
-            f"--kv-blocks {num_blocks} of {config.block_size} tokens hold less than one sequence of {max_length}",
-            f"give at least {blocks_per_sequence} blocks, or lower --max-model-len",
+        raise OptionError(
+            "kv_blocks",
+            f" {num_blocks} of {config.block_size} tokens hold less than one sequence of {max_length}",
+            f"give at least {blocks_per_sequence} blocks, or a shorter context",
         )
     wanted, available = num_blocks * (block_bytes + BLOCK_RECORD), _total_memory(device) or free
     if wanted > available and config.kv_blocks:
-        raise UsageError(
-            f"--kv-blocks {num_blocks} take {wanted / 1e9:.1f} GB, but there are {available / 1e9:.1f} GB",
+        raise OptionError(
+            "kv_blocks",
+            f" {num_blocks} take {wanted / 1e9:.1f} GB, but there are {available / 1e9:.1f} GB",
             f"{max(budget // block_bytes, 1)} blocks take {MEMORY_SHARE[device]:.0%} of what is free: the default",
         )
     memory = KVCacheManager(num_blocks, config.block_size, prefix_caching=config.enable_prefix_caching, states=states)

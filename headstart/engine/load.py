@@ -9,14 +9,13 @@ from pathlib import Path
 import numpy as np
 
 from headstart import hub, machine, registry
-from headstart.config import AUTO, EngineConfig
+from headstart.config import AUTO, EngineConfig, OptionError
 from headstart.core import Progress, no_progress
 from headstart.engine.matching import Matching, match
 from headstart.errors import CapacityError, ModelError, UsageError
 from headstart.files import user_path
-from headstart.formats import open_checkpoint
+from headstart.formats import config_alone, open_checkpoint
 from headstart.formats.base import Checkpoint, in_int4, widened
-from headstart.formats.json_object import read_object
 from headstart.formats.quantization import declared_name
 from headstart.formats.safetensors import CONFIG
 from headstart.heads.base import Head, HeadSpec, limit_window
@@ -280,7 +279,7 @@ def load_model(
             backend.loaded(partly=True)
     found, network, no_tower = load_vision(checkpoint, loaded.family, loaded.config, backend)
     if config.mmproj is not None and no_tower:
-        raise UsageError(f"--mmproj: {no_tower}")
+        raise OptionError("mmproj", f": {no_tower}")
     model = Model(
         name=name or hub.DEFAULT_MODEL, checkpoint=checkpoint, family=loaded.family,
         config=loaded.config if heads.num_modules is None else replace(loaded.config, num_mtp=heads.num_modules),
@@ -294,24 +293,19 @@ def load_model(
     return model
 
 
-def _check_family(config: Path, name: str) -> None:
-    """Raises ModelError if no family here runs the model of a config.json."""
-    find_family(Checkpoint(config, "safetensors", read_object(config), {}, canonical_names=False, name=name))
-
-
 def _open(name: str | None, config: EngineConfig, *, streamed: bool) -> tuple[Checkpoint, Backend]:
     """The checkpoint, with its headers read, and the backend of `load_model`. The family is checked before weights are
     downloaded, and before missing weights are reported."""
     repo = hub.repo_of(name) if name is not None else None
     if name is not None and repo and not repo.file:
         with suppress(UsageError):  # a repo of GGUF files, or an error that `resolve` reports, too
-            _check_family(hub.config_file(name), name)
+            find_family(config_alone(hub.config_file(name), name))
     path = hub.resolve(name)
     try:
         checkpoint = open_checkpoint(path)
     except ModelError:
         if (path / CONFIG).exists():
-            _check_family(path / CONFIG, str(path))
+            find_family(config_alone(path / CONFIG, str(path)))
         raise
     if config.mmproj is not None:
         checkpoint = replace(checkpoint, projector=user_path(config.mmproj))
@@ -331,9 +325,10 @@ def check_format(checkpoint: Checkpoint, config: EngineConfig) -> None:
         return
     name = "gguf" if checkpoint.format == "gguf" else declared_name(checkpoint.config)
     if name != config.quantization:
-        raise UsageError(
-            f"--quantization {config.quantization}, but {checkpoint.name} is {name or 'not quantized'}",
-            "leave --quantization out" + ("" if name else "; int8 and int4 round the weights at load"),
+        raise OptionError(
+            "quantization",
+            f" {config.quantization}, but {checkpoint.name} is {name or 'not quantized'}",
+            "leave it out" + ("" if name else "; int8 and int4 round the weights at load"),
         )
 
 

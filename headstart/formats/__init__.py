@@ -7,6 +7,7 @@ from headstart.core import Progress, no_progress
 from headstart.errors import ModelError
 from headstart.files import user_path
 from headstart.formats.base import Checkpoint, Format
+from headstart.formats.json_object import read_object
 from headstart.placeholder import check_placeholder, partial_files
 
 HINT = "give a directory with config.json and *.safetensors, a .gguf file, a Hugging Face repo id or an alias"
@@ -40,6 +41,22 @@ def find_checkpoint(name: str | Path, progress: Progress = no_progress) -> Check
 
         return open_repo(repo, progress)
     return open_checkpoint(hub.resolve(name))
+
+
+def config_alone(config: Path, name: str) -> Checkpoint:
+    """A checkpoint of a config.json, without tensors."""
+    return Checkpoint(config.parent, "safetensors", read_object(config), {}, canonical_names=False, name=name)
+
+
+def open_described(name: str | None) -> Checkpoint:
+    """Open a model by name without a download of weights: of a Hub repo, and of a directory without weights,
+    config.json alone. None: the default model. Raises UsageError or ModelError."""
+    if name and (repo := hub.repo_of(name)) and not repo.file:
+        return config_alone(hub.config_file(name), name)
+    path = hub.resolve(name)
+    if (path / "config.json").exists() and not is_checkpoint(path):
+        return config_alone(path / "config.json", str(path))
+    return open_checkpoint(path)
 
 
 def no_checkpoint(path: Path) -> ModelError:

@@ -2,7 +2,7 @@
 
 It has no modules and reads nothing of the trunk; engine/load.py loads it. A PARD model (arXiv 2504.18583; AMD-AGI/PARD
 `pard/pard_infer.py`) names a mask token in config.json: it drafts several tokens in one pass, from the last token and
-mask tokens behind it.
+mask tokens after it.
 """
 
 from collections.abc import Mapping

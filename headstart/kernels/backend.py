@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from headstart import registry
-from headstart.config import AUTO, EngineConfig, flag_of
+from headstart.config import AUTO, EngineConfig, OptionError
 from headstart.errors import UsageError
 from headstart.kernels.ops import Backend
 
@@ -88,5 +88,4 @@ def _check_flags(config: EngineConfig, chosen: BackendKind, kinds: dict[str, Bac
             if (value := getattr(config, field)) is not None and value is not False:
                 refusal = kind.limits(config)
                 hint = refusal[0] if refusal else "use --backend auto"
-                given = flag_of(field) if value is True else f"{flag_of(field)} {value}"
-                raise UsageError(f"{given} needs the {other} backend", hint)
+                raise OptionError(field, f"{'' if value is True else f' {value}'} needs the {other} backend", hint)

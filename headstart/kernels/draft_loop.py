@@ -134,5 +134,5 @@ class EarlyDraftLoop(DraftLoop, Protocol):
         """`draft` for programs without is_block, started from pending samples.
 
         `plan` and `rows` describe the case that nothing is accepted, but `plan` has one more row per drafted token: row
-        known + i belongs to sample i, or to drafted token i if accepted. Rows behind the accepted ones store and see
+        known + i belongs to sample i, or to drafted token i if accepted. Rows after the accepted ones store and see
         nothing. scored: gates will need scores."""

@@ -133,7 +133,7 @@ class Ops(Protocol):
         """Rows of table [rows, width] at hashes of each row's last tokens -> [R, hashes * width].
 
         last [R, n]: token ids + 1, the row's own first, 0 before the text (n = spec.longest). A missing token is
-        spec.end; with spec.cuts also one behind which (nearer to the row, but not the row's own) lies spec.end. The
+        spec.end; with spec.cuts also one after which (nearer to the row, but not the row's own) lies spec.end. The
         hash of the last k tokens is XOR of token_i * factors[i] over i < k, modulo the rows of each hash."""
 
     def signed_sqrt(self, x: Buffer, least: float) -> Buffer:
@@ -237,7 +237,7 @@ class Ops(Protocol):
         score = sum over heads of weight * max(q . k, 0); q [R, heads * head_dim], weights [R, heads], keys in the pool.
         Candidates are the positions up to plan.visible_end that end a window of spec.every, counted from
         plan.first_position. The spec.top_k best are selected (ties: the lower position; NaN last); with spec.whole all
-        positions of their windows, and those behind the last whole window.
+        positions of their windows, and those after the last whole window.
         The selection is used by `attend` with chosen=pool, until the next selection over the same pool."""
 
     def select_blocks(self, q: Buffer, pool: Pool, spec: IndexSpec) -> None:

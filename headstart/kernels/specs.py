@@ -204,7 +204,7 @@ class IndexSpec(_OneKeyHead):
     head_dim: int
     top_k: int  # positions, windows or blocks that a row attends to
     every: int = 1  # only positions that end a window of this size can be selected
-    whole: bool = False  # all positions of the selected windows, and those behind the last whole window
+    whole: bool = False  # all positions of the selected windows, and those after the last whole window
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ class TorchStatePool:
     """Recurrent states of one layer by slot."""
 
     states: Tensor  # [slots, *state_shape]
-    rows: Tensor  # [owned, kept, W] inputs behind each sequence's state; row j is of position keeps + j
+    rows: Tensor  # [owned, kept, W] inputs after each sequence's state; row j is of position keeps + j
 
 
 class TorchBackend:

@@ -64,7 +64,7 @@ class RelativeConfig(MixerConfig):
 
     @property
     def convs(self) -> dict[str, ConvSpec]:
-        """The layer's convolutions, by name; the last one is behind the feed-forward part."""
+        """The layer's convolutions, by name; the last one is after the feed-forward part."""
         keys = self.spec.num_kv_heads * self.spec.head_dim
         widths = {"self_attn.k_sconv": keys, "self_attn.v_sconv": keys}
         widths |= dict.fromkeys(("attn_sconv", "mlp_sconv"), self.hidden)
@@ -142,7 +142,7 @@ def convolution_pools(pool: Pool) -> tuple[Pool, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class ConvolvedLayerConfig(LayerConfig):
-    """A layer whose feed-forward part has a convolution behind it; its state belongs to the mixer."""
+    """A layer whose feed-forward part has a convolution after it; its state belongs to the mixer."""
 
     mixer: RelativeConfig
 
@@ -154,7 +154,7 @@ class ConvolvedLayerConfig(LayerConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ConvolvedLayer(DecoderLayer):
-    """A decoder layer with a convolution behind its feed-forward part."""
+    """A decoder layer with a convolution after its feed-forward part."""
 
     conv: Convolution
 

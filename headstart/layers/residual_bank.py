@@ -2,7 +2,7 @@
 
 A row holds sums [b_1 ; ... ; b_n ; s] [R, (n + 1) H]: s of the outputs since the current block of layers began, b_k of
 earlier blocks, b_1 being the embedding. Every `every`th layer, from the first on, begins a block: its mixer's output
-is the new s. A part reads its norm of x = sum_k softmax_k(w . norm(sum_k)) sum_k; behind the last layer the final norm
+is the new s. A part reads its norm of x = sum_k softmax_k(w . norm(sum_k)) sum_k; after the last layer the final norm
 reads such an x. Formula: vLLM 0.33, `models/kimi_k3/amd/linear.py` and `ops/attn_res.py`.
 
 Canonical tensors under `{layer}.self_attention_res`, `{layer}.mlp_res` and `output_attn_res`: `_norm.weight` [H] and
@@ -76,7 +76,7 @@ class ResidualBankConfig:
     count: ClassVar[int] = 1  # residual streams that heads know of
 
     def num_sums(self, layer: int) -> int:
-        """Sums before a layer; behind the last one for the number of layers."""
+        """Sums before a layer; after the last one for the number of layers."""
         return -(-layer // self.every) + 1
 
     def build(self, weights: Weights, hidden: int, eps: float) -> ResidualBank:

@@ -36,7 +36,7 @@ class MergerConfig:
     patch_norm: NormKind = ""  # of each patch
     norm: NormKind = ""  # of the mean, or of the patches side by side
     joined: int = 0  # rows of `join`, a matrix over the patches side by side; 0: none
-    inner: int = 0  # rows of `up`, with the activation behind it
+    inner: int = 0  # rows of `up`, with the activation after it
     activation: Activation = "gelu"
     bias: bool = True  # of `up` and `down`
 

@@ -3,7 +3,7 @@
 Every fourth layer has latent attention, to whole pools of positions. Nothing is rotated.
 
 Formula: transformers 5.24 `models/glm5_next`; MTP module: vLLM 0.32, `models/glm5next`: a layer of latent attention and
-experts in one stream, which reads and recycles the state behind the final norm.
+experts in one stream, which reads and recycles the state after the final norm.
 """
 
 import math

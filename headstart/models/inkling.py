@@ -109,7 +109,7 @@ def _experts(config: Config) -> MoEConfig:
 
 
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """Family.adapt: parts interleaved gates and stacks, puts shared experts behind the routed ones, and multiplies the
+    """Family.adapt: parts interleaved gates and stacks, puts shared experts after the routed ones, and multiplies the
     last matrices by the global scales."""
     ours: dict[str, RawTensor] = {}
     for name, tensor in tensors.items():

@@ -35,10 +35,10 @@ class ImageFormat:
     std: tuple[float, ...] = (0.5, 0.5, 0.5)  # divides them
     placeholder: str  # the chat template's text for an image
     marker: str  # special token in it, which is replaced by `begin`, the rows and `end`
-    begin: str = ""  # special tokens before and behind the rows; empty: none
+    begin: str = ""  # special tokens before and after the rows; empty: none
     end: str = ""
-    row_end: str = ""  # special token behind each row of tokens but the last
-    around: str = ""  # newlines before `begin` and behind `end`
+    row_end: str = ""  # special token after each row of tokens but the last
+    around: str = ""  # newlines before `begin` and after `end`
     token_id: int | None = None  # of the rows, whose embeddings only heads read; None: that of `marker`
     is_bidirectional: bool = False  # see core.PlacedImage
     has_axes: bool = False  # see core.PlacedImage
@@ -114,7 +114,7 @@ class PreparedImage:
     """The features and special tokens of one image, in the order of the prompt."""
 
     pieces: tuple[Piece, ...]
-    behind: str  # text behind them
+    after: str  # text after them
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class ImageProcessor:
                     where = {"offset": piece.offset, "count": piece.count}
                     found.append(PlacedImage(len(ids), piece.image, about.is_bidirectional, about.has_axes, **where))
                     ids += [token if about.token_id is None else about.token_id] * piece.count
-                ids += self._ids_of(prepared.behind)
+                ids += self._ids_of(prepared.after)
                 self._add_newlines(ids, len(about.around))
                 is_behind = bool(about.around)
             elif is_behind and (newlines := self._newlines.get(token)):

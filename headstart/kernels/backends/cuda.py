@@ -43,7 +43,7 @@ def is_present() -> bool:
 
 
 BACKEND = BackendKind(
-    rank=50,  # behind native until tested on a GPU
+    rank=50,  # after native until tested on a GPU
     why="Triton's kernels on a GPU, exact to the bit",
     exact=True,
     limits=limits,

@@ -1,8 +1,8 @@
 """Drafting several tokens on the device (kernels/draft_loop.py): each step reads the token that the step before
 sampled.
 
-The host waits once, for all tokens. Tokens behind a gate's stop are drafted and dropped: waiting for each token would
-cost more. `draft_early` starts behind a pass whose samples are not known yet: the device decides how many drafted
+The host waits once, for all tokens. Tokens after a gate's stop are drafted and dropped: waiting for each token would
+cost more. `draft_early` starts after a pass whose samples are not known yet: the device decides how many drafted
 tokens are accepted, and the host reads the samples while the next drafts are made.
 """
 

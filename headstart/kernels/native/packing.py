@@ -270,7 +270,7 @@ def _read(path: Path, key: Key) -> tuple[MappedFile, dict[str, _Entry]]:
 
 
 class _Writer:
-    """Appends matrices to a temporary file behind room for a header. `finish` writes the header and renames the file:
+    """Appends matrices to a temporary file after room for a header. `finish` writes the header and renames the file:
     readers keep the old one, concurrent writers do not collide."""
 
     def __init__(self, folder: Path, start: int) -> None:

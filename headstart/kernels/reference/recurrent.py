@@ -129,7 +129,7 @@ def _stores(plan: StepPlan, order: NDArray[np.int64]) -> dict[int, list[tuple[in
 
 
 def _keep(rows: Tensor, pool: TorchStatePool, plan: StepPlan) -> None:
-    """Keep the rows behind each sequence's state for the next pass."""
+    """Keep the rows after each sequence's state for the next pass."""
     steps = plan.states
     assert steps is not None
     sequences = np.repeat(np.arange(len(steps.own)), np.diff(plan.row_starts))

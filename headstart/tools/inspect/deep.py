@@ -159,6 +159,7 @@ def _measure_block_readings(
     A difference that may be chance is measured again over longer texts."""
     from headstart.api import LLM
     from headstart.tools.inspect.readings import rebuilt
+
     head = model.head
     assert head
     written = Path(head.source) / "config.json"

@@ -2,7 +2,7 @@
 
 A `StreamedBackend` reads one layer at a time and of its experts those in use; hidden states of the batch are handed
 from layer to layer. They are kept in the user's cache folder until the measurement ends, so that an interrupted run
-goes on behind its last finished layer.
+goes on after its last finished layer.
 """
 
 import hashlib

@@ -16,7 +16,7 @@ from headstart import hub
 from headstart.core import Progress, Report, no_progress
 from headstart.errors import ModelError, UsageError
 from headstart.files import user_path
-from headstart.formats import find_checkpoint
+from headstart.formats import config_alone, find_checkpoint
 from headstart.formats.adapter import is_adapter
 from headstart.formats.base import Checkpoint, widened
 from headstart.formats.json_object import read_object
@@ -87,7 +87,7 @@ def _opened(name: str, progress: Progress) -> Checkpoint:
         path = user_path(name)
         if not (path / "config.json").exists() or [*path.glob("*.safetensors"), *path.glob("*.gguf")]:
             raise
-        promised = Checkpoint(path, "safetensors", read_object(path / "config.json"), {}, False, name=name)
+        promised = config_alone(path / "config.json", name)
         try:
             return _pickled(path) or promised
         except ModelError:

@@ -1,18 +1,14 @@
 """Facts about a model for launchers, read from config.json and tensor headers, and the choice of a draft depth."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from headstart import hub
 from headstart.config import AUTO, EngineConfig
 from headstart.errors import ModelError, UsageError
-from headstart.formats import gguf, open_checkpoint
-from headstart.formats.base import Tensor
+from headstart.formats import gguf, open_described
+from headstart.formats.base import Checkpoint
 from headstart.formats.gguf_file import read as read_gguf
-from headstart.formats.json_object import read_object
-from headstart.formats.safetensors_file import INDEX
 from headstart.formats.sizes import Sizes, as_size, text_config
 from headstart.formats.tensor_parts import MTP, part_of
 from headstart.models.classify import DrafterKind, classify, classify_path
@@ -46,14 +42,11 @@ class ModelFacts:
 
 def read_facts(model: str | None) -> ModelFacts:
     """Reads a directory, a .gguf file or the config.json of a Hub repo. Raises UsageError or ModelError."""
-    if model and (repo := hub.repo_of(model)) and not repo.file:
-        return _config_facts(model, read_object(hub.config_file(model)), None, local=False)
+    repo = hub.repo_of(model) if model else None
+    if repo and not repo.file:
+        return _config_facts(open_described(model), local=False)
     trunk = hub.resolve(model)
-    if gguf.detect(trunk):
-        return _gguf_facts(trunk)
-    has_weights = any(trunk.glob("*.safetensors")) or (trunk / INDEX).exists()
-    tensors = open_checkpoint(trunk).tensors if has_weights else None
-    return _config_facts(str(trunk), read_object(trunk / "config.json"), tensors)
+    return _gguf_facts(trunk) if gguf.detect(trunk) else _config_facts(open_described(str(trunk)), local=True)
 
 
 def _gguf_facts(path: Path) -> ModelFacts:
@@ -73,20 +66,19 @@ def _gguf_facts(path: Path) -> ModelFacts:
     )  # fmt: skip
 
 
-def _config_facts(
-    source: str, config: Mapping[str, Any], tensors: Mapping[str, Tensor] | None, *, local: bool = True
-) -> ModelFacts:
-    """Returns the facts of a config.json. With `tensors`, MTP modules count only if their tensors are present."""
+def _config_facts(found: Checkpoint, *, local: bool) -> ModelFacts:
+    """Returns the facts of a checkpoint. Of one with tensors, MTP modules count only if their tensors are present."""
+    source, config, tensors = str(found.path) if local else found.name, found.config, found.tensors or None
     text = text_config(config)
-    found = find_mtp_family(config)
-    promised = (found.layout.declared(config) if found else declared(config)).modules
+    family = find_mtp_family(config)
+    promised = (family.layout.declared(config) if family else declared(config)).modules
     layers = as_size(text.get("num_hidden_layers")) or 0
     there = tensors is None or any(part_of(name, layers) == MTP for name in tensors)
     try:
         sized = sized_model(source, config, tensors)
     except (ModelError, UsageError):
         sized = None
-    own = classify(config) if found and found.layout.method != "mtp" and there else None
+    own = classify(config) if family and family.layout.method != "mtp" and there else None
     weight_bytes = sum(tensor.nbytes for tensor in tensors.values()) if tensors is not None else None
     return ModelFacts(
         source=source, model_type=str(text.get("model_type") or "unknown"), format="safetensors",

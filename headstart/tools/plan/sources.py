@@ -9,7 +9,7 @@ from headstart import hub
 from headstart.core import Report
 from headstart.errors import ModelError, UsageError, did_you_mean
 from headstart.files import user_path
-from headstart.formats import open_checkpoint
+from headstart.formats import open_described
 from headstart.formats.base import Checkpoint, Tensor
 from headstart.formats.json_object import read_object, read_packaged
 from headstart.formats.sizes import as_size, num_experts, text_config
@@ -125,15 +125,11 @@ def with_acceptance(shape: ModelShape, name: str) -> ModelShape:
 
 def from_model(name: str | None) -> ModelShape:
     """Returns the shape of a checkpoint, from tensor headers; for a Hub repo only config.json is fetched."""
-    if name and not hub.is_builtin(name):
-        path = user_path(name)
-        if not path.exists():
-            if not hub.is_repo(name):
-                raise _unknown(name)
-            return _from_config(name, read_object(hub.config_file(name)))
-        if (path / "config.json").exists() and not any(path.glob("*.safetensors")):
-            return _from_config(str(path), read_object(path / "config.json"))
-    name, checkpoint = name or hub.DEFAULT_MODEL, open_checkpoint(hub.resolve(name))
+    if name and not (hub.is_builtin(name) or user_path(name).exists() or hub.is_repo(name)):
+        raise _unknown(name)
+    name, checkpoint = name or hub.DEFAULT_MODEL, open_described(name)
+    if not checkpoint.tensors:
+        return _from_config(checkpoint.name, checkpoint.config)
     shape = from_checkpoint(checkpoint, name)
     if shape.drafter.assumed and (head := choose_head(shipped_heads(checkpoint))) is not None:
         shape = from_head(shape, read_head(head), head.name)

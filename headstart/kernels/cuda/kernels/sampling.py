@@ -394,7 +394,7 @@ def verify(
     """Verify drafted tokens [S, MAX_VERIFIED] against samples. num_accepted [S]: length of the longest equal prefix, or
     the fixed number in `controls`; 0 for sequences without drafts (-1).
 
-    Rows of accepted tokens and of the recovered or bonus token get their token ids; rows behind them store and see
+    Rows of accepted tokens and of the recovered or bonus token get their token ids; rows after them store and see
     nothing; logits come from the last valid row. One program per sequence."""
     sequence = tl.program_id(0)
     count = tl.load(controls + NUM_DRAFTED * num + sequence)
@@ -425,7 +425,7 @@ def advance(
     before, table_width, block_size, first_position,
 ):  # fmt: skip
     """Prepare the rows of draft step `number`: the token of the step before (column number - 1 of drawn [S, stride];
-    for step 0 that of the first pass), its position (`before` rows behind the sequence's tokens) and slot. Finished
+    for step 0 that of the first pass), its position (`before` rows after the sequence's tokens) and slot. Finished
     drafts store and see nothing. One program per sequence."""
     sequence = tl.program_id(0)
     going = number < tl.load(controls + DEPTH * num + sequence)
