@@ -142,7 +142,9 @@ class DraftModelDrafter(Drafter):
             self._runner.fill(self._network, [Rows(sequence, unverified.start, unverified.tokens[:num_accepted], 0)])
 
     def propose(self, requests: Seq[DraftRequest]) -> None:
-        eligible = [request for request in requests if request.should_start and self._has_room(request)]
+        longest = self._model.max_length
+        starting = (request for request in requests if request.should_start)
+        eligible = [each for each in starting if len(each.sequence.tokens) + each.depth <= longest]
         if not eligible:
             return
         growing = [GrowingDraft.start(request, self.method) for request in eligible]
@@ -185,8 +187,6 @@ class DraftModelDrafter(Drafter):
             self._unverified[each.sequence] = _Unverified(len(each.sequence.tokens), drafted[:num_computed], table)
             first += len(guessed) + 1
 
-    def _has_room(self, request: DraftRequest) -> bool:
-        return len(request.sequence.tokens) + request.depth <= self._model.max_length
 
     def _committed_rows(self, sequence: Sequence) -> Rows:
         """Committed rows that the draft model has not computed, at most a budget; earlier rows are computed here."""

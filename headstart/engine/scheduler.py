@@ -165,7 +165,7 @@ class Scheduler:
             if self.num_preemptions > preemptions or not self._admit(sequence, max(self.budget, budget)):
                 break
             self.waiting.remove(sequence)
-            insort(self.running, sequence, key=_priority)
+            insort(self.running, sequence, key=lambda each: each.request.priority)
             budget -= self._extend(sequence, budget, spans)
         return spans
 
@@ -238,7 +238,3 @@ def _whole_images(sequence: Sequence, num_rows: int) -> int:
         if placed.is_bidirectional and placed.first < start + num_rows < placed.end:
             return placed.first - start if placed.first > start else placed.end - start
     return num_rows
-
-
-def _priority(sequence: Sequence) -> int:
-    return sequence.request.priority

@@ -158,7 +158,8 @@ def _read_peft(path: Path) -> AdapterFile:
         raise ModelError(what, "train without DoRA, biases, embeddings and whole modules")
     patterns, tensors = _patterns(config, path / CONFIG), {}
     for module, (a, b) in pairs.items():
-        alpha = _number(_matching(patterns, module, config.get("lora_alpha", 8)), module, path / CONFIG)
+        found = (value for pattern, value in patterns.items() if pattern.fullmatch(module))
+        alpha = _number(next(found, config.get("lora_alpha", 8)), module, path / CONFIG)
         scale = alpha / (sqrt(len(a)) if config.get("use_rslora") else len(a))
         tensors[f"{module}.weight"] = LowRank(f"{module}.weight", _scaled(a, b, scale, f"{file}: {module}"))
     base = config.get("base_model_name_or_path")
@@ -235,11 +236,6 @@ def _patterns(config: Mapping[str, Any], where: Path) -> Mapping[re.Pattern[str]
         return {re.compile(rf"(.*\.)?({key})"): value for key, value in (config.get("alpha_pattern") or {}).items()}
     except (AttributeError, re.error) as error:
         raise ModelError(f"{where}: alpha_pattern is invalid: {error}", "train it again") from None
-
-
-def _matching(patterns: Mapping[re.Pattern[str], Any], module: str, otherwise: Any) -> Any:
-    """The value of the first pattern that matches."""
-    return next((value for pattern, value in patterns.items() if pattern.fullmatch(module)), otherwise)
 
 
 def _number(value: object, what: str, where: Path) -> float:

@@ -39,13 +39,9 @@ def detect(path: Path) -> bool:
 def open_checkpoint(path: Path) -> Checkpoint:
     """Open a GGUF file with all its parts, and the first projector file of its folder. Raises ModelError for a damaged
     file or one without a model."""
-    beside = next((each for each in sorted(path.parent.glob("*.gguf")) if is_projector(each.name)), None)
+    # llama.cpp names files of vision towers mmproj-F16.gguf and the like
+    beside = next((each for each in sorted(path.parent.glob("*.gguf")) if "mmproj" in each.name.lower()), None)
     return replace(join_files(path, [read(part) for part in parts_of(path)]), projector=beside)
-
-
-def is_projector(name: str) -> bool:
-    """Whether a file is named like those of llama.cpp's vision towers (mmproj-F16.gguf)."""
-    return "mmproj" in name.lower()
 
 
 def join_files(path: Path, files: list[GgufFile]) -> Checkpoint:

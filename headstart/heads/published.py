@@ -22,10 +22,6 @@ DeclaredShapes = dict[str, tuple[Any, ...]]
 Present = Container[str]  # names of the tensors in the files, to choose between spellings
 
 
-def _nothing(sizes: Sizes, index: int, present: Present) -> DeclaredShapes:
-    return {}
-
-
 @dataclass(frozen=True, kw_only=True)
 class DrafterFormat:
     """One published format of a drafter."""
@@ -36,7 +32,7 @@ class DrafterFormat:
     read: Callable[[Document, Mapping[str, Tensor], Path], Any] | None = None
     """(config.json, tensors, directory) -> HeadCheckpoint. Raises ModelError for missing, wrong or unsupported values.
     None: the engine cannot load this format."""
-    tensors: Callable[[Sizes, int, Present], DeclaredShapes] = _nothing
+    tensors: Callable[[Sizes, int, Present], DeclaredShapes] = lambda sizes, index, present: {}
     """(sizes, index of a layer or head, names in the files) -> its tensors; shared tensors belong to index 0."""
     # features that identify the format, in the order in which they are compared
     requires: str = ""  # a config key that no other format has

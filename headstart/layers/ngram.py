@@ -48,10 +48,8 @@ class NGramMemoryConfig:
     def state_specs(self, hidden: int) -> tuple[ConvSpec, ...]:
         """One state pool each: of tokens, and of the convolution's inputs."""
         tokens = ConvSpec(self.spec.longest, self.spec.longest)
-        return tokens, *self._convolution(hidden)
-
-    def _convolution(self, hidden: int) -> tuple[ConvSpec, ...]:
-        return (ConvSpec(self.streams * hidden, (self.taps - 1) * self.dilation + 1),) if self.taps else ()
+        inputs = ConvSpec(self.streams * hidden, (self.taps - 1) * self.dilation + 1)
+        return (tokens, inputs) if self.taps else (tokens,)
 
     def build(self, weights: Weights, prefix: str, hidden: int, eps: float) -> "NGramMemory":
         """Builds it from the tensors under `prefix` (no trailing dot). eps: of norms."""

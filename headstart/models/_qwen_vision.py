@@ -73,15 +73,12 @@ def read(config: Config, trunk: DecoderConfig, preparation: Config) -> tuple[Vis
     written, defaults = config.get("vision_config"), DEFAULTS.get(str(config.get("model_type")))
     if not isinstance(written, dict) or defaults is None:
         return None
-    if not any(isinstance(each.mixer, AttentionConfig) and _has_axes(each.mixer) for each in trunk.layers):
+    ropes = [each.mixer.rope for each in trunk.layers if isinstance(each.mixer, AttentionConfig)]
+    if not any(rope is not None and rope.axes for rope in ropes):
         what = "config.json: mrope_section of the rope must be three numbers, and their sum half the rotated features"
         raise ModelError(what, "without it positions in an image are unknown")
     vision = _tower({**defaults, **{key: each for key, each in written.items() if each is not None}}, trunk)
     return vision, _format({**PREPARATION, **preparation}, vision)
-
-
-def _has_axes(mixer: AttentionConfig) -> bool:
-    return mixer.rope is not None and bool(mixer.rope.axes)
 
 
 def _tower(config: dict[str, Any], trunk: DecoderConfig) -> VisionConfig:
@@ -156,13 +153,14 @@ def adapt(tensors: dict[str, RawTensor], config: VisionConfig, from_gguf: bool) 
     """VisionFamily.adapt. In GGUF files the frames of a patch are apart."""
     if from_gguf:
         tensors = _siglip.as_matrix(tensors, config)
+    patch_elements = config.hidden_size * config.frames * config.patch_width
     found: dict[str, RawTensor] = {}
     for name, tensor in tensors.items():
         if ".qkv_proj." in name and tensor.shape[0] == 3 * config.hidden_size:
             for i, letter in enumerate("qkv"):
                 rows = np.arange(i * config.hidden_size, (i + 1) * config.hidden_size, dtype=np.int64)
                 found[name.replace("qkv", letter)] = RowSubset(tensor, rows)
-        elif name == "vision.patch_embedding.0.weight" and np.prod(tensor.shape) == _patch_elements(config):
+        elif name == "vision.patch_embedding.0.weight" and np.prod(tensor.shape) == patch_elements:
             pixels = tensor.shaped(config.hidden_size * CHANNELS * config.frames, config.patch_size**2)
             for frame in range(config.frames):
                 part = pixels.take_rows(np.arange(frame, pixels.shape[0], config.frames, dtype=np.int64))
@@ -170,10 +168,6 @@ def adapt(tensors: dict[str, RawTensor], config: VisionConfig, from_gguf: bool) 
         else:
             found[name] = tensor
     return found
-
-
-def _patch_elements(config: VisionConfig) -> int:
-    return config.hidden_size * config.frames * config.patch_width
 
 
 def read_projector(metadata: Config, tensors: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:

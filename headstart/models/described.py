@@ -236,10 +236,6 @@ def _experts(config: Config) -> MoEConfig:
     )
 
 
-def _mimo_v2(config: Config) -> DecoderConfig:
-    return mimo_v2_flash.parse(keys.inside(config, {"attention_projection_layout": "split"}))
-
-
 def _family(unsupported: str, *aliases: str) -> Family:
     return Family(parse=read_common, head=HeadSpec(), aliases=aliases, unsupported=unsupported)
 
@@ -249,7 +245,7 @@ _FAMILIES: Mapping[str, Family] = {
     "glm_ocr": _family("rotary positions of several axes", "glm_ocr_text"),
     "mamba2": _family("Mamba2 layers"),
     "mimo_v2": Family(
-        parse=_mimo_v2,
+        parse=lambda config: mimo_v2_flash.parse(keys.inside(config, {"attention_projection_layout": "split"})),
         head=HeadSpec(),
         defaults=mimo_v2_flash.FAMILY.defaults,
         aliases=("mimo_v2_pro", "mimo_v2_omni"),

@@ -58,11 +58,8 @@ class RequestLog:
         finally:
             if self.access_log:  # private data is not logged: query strings, addresses, prompts
                 seconds = time.perf_counter() - begun
-                log.info("%s %s %s %d %.3f s", name, method, _printable(scope["path"]), status, seconds)
-
-
-def _printable(path: str) -> str:
-    return "".join(char if char.isprintable() else "?" for char in path[:200])
+                path = "".join(char if char.isprintable() else "?" for char in scope["path"][:200])
+                log.info("%s %s %s %d %.3f s", name, method, path, status, seconds)
 
 
 class NormalizedPaths:

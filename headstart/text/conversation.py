@@ -37,7 +37,7 @@ class Conversation:
         names = tokenizer.special_names
         parts = [self.messages, self.tools, self.variables.get("documents")]
         texts = [] if self.parse_special else _texts(parts)
-        risky = [text for text in texts if _is_risky(text, names)]
+        risky = [text for text in texts if any(name in text for name in names) or _ends_with_prefix(text, names)]
         if not risky:
             text = self._render(template, tokenizer, self.messages, self.tools, self.variables)
             return tokenizer.encode(text, add_special=add_special), text
@@ -91,11 +91,6 @@ def _texts(value: Any) -> list[str]:
         elif isinstance(each, list | tuple):
             todo += each
     return found
-
-
-def _is_risky(text: str, names: tuple[str, ...]) -> bool:
-    """Whether a text contains the name of a special token, or ends with a prefix of one."""
-    return any(name in text for name in names) or _ends_with_prefix(text, names)
 
 
 def _ends_with_prefix(text: str, names: tuple[str, ...]) -> bool:

@@ -133,7 +133,7 @@ def _choice(value: Any) -> str:
     if not value:
         raise UsageError("choice is an empty list", "give at least one text")
     # one regex: thousands of literals are too many for the library
-    return _lark({"start": f"/(?:{'|'.join(map(_regex_literal, value))})/"})
+    return _lark({"start": f"/(?:{'|'.join(text.translate(_IN_REGEX) for text in value)})/"})
 
 
 def _grammar(value: Any) -> str:
@@ -239,10 +239,6 @@ def _frame_text(text: str, special: Mapping[str, int]) -> str:
 
 def _literal(text: str) -> str:
     return json.dumps(text).replace("\x7f", "\\u007f")  # the library accepts visible characters only
-
-
-def _regex_literal(text: str) -> str:
-    return text.translate(_IN_REGEX)
 
 
 def _lark(rules: Mapping[str, str]) -> str:

@@ -33,13 +33,9 @@ class CudaDevice:
     wide: bool  # multiply bfloat16 in float32: the interpreter has no bfloat16 products
     graphs: bool = False  # work can be recorded as a CUDA graph
 
-    @property
-    def is_gpu(self) -> bool:
-        return self.torch_device.type == "cuda"
-
     def free_memory(self) -> int:
         """Free bytes for pools, including memory that torch has reserved but does not use."""
-        if not self.is_gpu:
+        if self.torch_device.type != "cuda":
             return machine.memory().available
         unused = torch.cuda.memory_reserved(self.torch_device) - torch.cuda.memory_allocated(self.torch_device)
         return int(torch.cuda.mem_get_info(self.torch_device)[0]) + unused

@@ -175,17 +175,14 @@ class _AdaptRun:
                       "left_out": self.parts.num_similar, "damaged_lines": damaged},
             "minutes": round(minutes, 1),
         }  # fmt: skip
+        lora = f" with --lora {self.options.lora} alone" if self.options.lora else ""
         verdict = (
-            f"saved in {self.folder}: generate, chat and serve{self._use} use it from now on, "
+            f"saved in {self.folder}: generate, chat and serve{lora} use it from now on, "
             "a running server after kill -HUP PID"
             if better
             else "not significantly better: the head in use stays; more records or more --minutes may help"
         )
         return Report(True, data, [line, own.line("held-out records"), others.line("general prompts"), verdict])
-
-    @property
-    def _use(self) -> str:
-        return f" with --lora {self.options.lora} alone" if self.options.lora else ""
 
     def _write_general_text(self) -> list[Path]:
         """Lets the model answer general prompts. Returns [folder of the texts], or [] without usable text."""
