@@ -111,6 +111,12 @@ class EngineConfig:
         None,
         "Head or draft model: a directory with a trained head, or a smaller model of the same tokens, by path or name.",
     )
+    slice: str | None = _flag(
+        None,
+        "Smaller model inside a nested one, cut at load: its config.json, folder or repo. The first channels, heads "
+        "and experts stay.",
+        metavar="CONFIG",
+    )
     mmproj: str | None = _flag(
         None, "Vision tower of a GGUF model: llama.cpp's mmproj file. Default: the one in the model's folder."
     )

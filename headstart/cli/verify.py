@@ -116,6 +116,9 @@ def _check(case: CaseOptions, levels: LevelOptions, engine: EngineOptions) -> No
     given = [flag for flag, value in modes if value]
     if len(given) > 1:
         raise UsageError(f"{given[0]} and {given[1]} are both given", "give one of them")
+    if case.against == "transformers" and engine.config.slice is not None:
+        what = "--against transformers reads the whole model, not --slice"
+        raise UsageError(what, "write the smaller model first: headstart export --slice")
     used = {"temperatures", "seeds"} if case.transcript else set[str]()
     is_file = case.against not in (None, "transformers")
     if (is_file or case.transcript) and (unused := sorted(levels.chosen().keys() - used)):

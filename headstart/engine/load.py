@@ -33,6 +33,7 @@ from headstart.layers.weights import Weights, trunk_fingerprint
 from headstart.models.base import Family
 from headstart.models.head_state import usable_heads
 from headstart.models.shipped_heads import choose_head, shipped_heads
+from headstart.models.slices import sliced
 from headstart.models.tensors import (
     LoadedDecoder,
     canonical_tensors,
@@ -307,6 +308,7 @@ def _open(name: str | None, config: EngineConfig, *, streamed: bool) -> tuple[Ch
         if (path / CONFIG).exists():
             find_family(config_alone(path / CONFIG, str(path)))
         raise
+    checkpoint = sliced(checkpoint, config.slice)
     if config.mmproj is not None:
         checkpoint = replace(checkpoint, projector=user_path(config.mmproj))
     check_format(checkpoint, config)

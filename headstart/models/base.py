@@ -79,6 +79,7 @@ class Family:
     aliases: tuple[str, ...] = ()  # other model types of the family: text parts of wrappers, llama.cpp's architectures
     vision: VisionFamily | None = None  # None: no tower is built, images are refused
     scratch: Mapping[str, Any] = field(default_factory=dict)  # for `train --from-scratch`: keys added to small.SCRATCH
+    nested: bool = False  # the first channels, heads and experts may be a smaller model (models/slices.py)
     unsupported: str = ""  # feature that the engine lacks (models/described.py); empty: the engine runs the family
 
     def read(

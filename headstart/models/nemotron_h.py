@@ -182,6 +182,7 @@ FAMILY = Family(
     adapt=_mamba2.adapt,
     restore=_mamba2.restore,
     aliases=GGUF,
+    nested=True,
     small={
         "model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "ME*-",
         "num_hidden_layers": 4, "layer_norm_epsilon": 1e-5, "mamba_num_heads": 6, "mamba_head_dim": 16,

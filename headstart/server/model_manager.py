@@ -33,6 +33,7 @@ from headstart.formats import is_checkpoint, open_checkpoint
 from headstart.formats.base import Checkpoint
 from headstart.heads.files import is_head
 from headstart.layers.build import DecoderConfig
+from headstart.models.slices import sliced
 from headstart.models.tensors import find_family, read_config
 from headstart.server import limits
 from headstart.server.accounts import Accounts
@@ -216,7 +217,7 @@ def read_headers(slot: ModelSlot) -> Checkpoint | None:
     """The headers of a model's checkpoint, read once. None if the files are not on this machine or unreadable."""
     try:
         if slot.checkpoint is None and (path := _on_this_machine(slot.spec.path)) is not None:
-            slot.checkpoint = open_checkpoint(path)
+            slot.checkpoint = sliced(open_checkpoint(path), slot.spec.config.slice)
     except (HeadstartError, OSError) as error:
         log.debug("%s: %s", slot.name, error)  # loading the model reports more
     return slot.checkpoint

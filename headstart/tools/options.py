@@ -15,7 +15,7 @@ MAX_COUNT, MAX_TOKENS = 1_000_000, 10_000_000  # more requests or runs, and more
 CHUNKED = {"on": (True,), "off": (False,), "both": (True, False)}
 LAYOUTS = (
     "xllm, vllm-eagle, speculators or gguf (the head alone); vllm-mimo (trunk and MTP head); vllm-eagle3, vllm-dflash, "
-    "vllm-dspark (a head)"
+    "vllm-dspark (a head); slice (a smaller model inside a nested one)"
 )
 
 
@@ -39,6 +39,9 @@ class ExportOptions(ModelOptions):
     out: Path = option("Directory to write.", "--out", "-o", default=REQUIRED, is_output=True)
     to: str = option(f"Layout: {LAYOUTS}.", default="xllm")
     model_type: str | None = option("With --to xllm: the model type in config.json.")
+    slice: str | None = option(
+        "With --to slice, its default: config.json of the smaller model, its folder or repo.", metavar="CONFIG"
+    )
     head: Path | None = option("Head directory. Default: the model's own head.")
     force: bool = option("Replace files of an earlier run.", default=False)
 

@@ -18,7 +18,7 @@ ENGINE = {
     "--max-num-seqs", "--max-num-batched-tokens", "--block-size", "--kv-blocks", "--no-enable-prefix-caching",
     "--no-shared-lookup", "--gpu-memory-utilization", "--no-enable-chunked-prefill",
     "--ngram-min", "--ngram-max", "--seed", "--speculative-config", "--no-mtp", "--synthetic-acceptance",
-    "--kv-spill", "--kv-spill-gb", "--lookup-corpus", "--lora", "--mmproj", "--portable-bits",
+    "--kv-spill", "--kv-spill-gb", "--lookup-corpus", "--lora", "--mmproj", "--portable-bits", "--slice",
 }  # fmt: skip
 JSON = {"--json"}
 OF_ALL = {"-h", "--help", "--config"}
@@ -76,7 +76,7 @@ COMMANDS: dict[str, set[str]] = {
     | {"--modules", "--device", "--restart", "--kind", "--finetune", "--head", "--lora"}
     | {"--from-scratch"},
     "adapt": JSON | {"--model", "--head", "--kind", "--lora", "--minutes", "--forget", "--threads", "--seed"},
-    "export": JSON | {"--to", "--out", "-o", "--head", "--model-type", "--force"},
+    "export": JSON | {"--to", "--out", "-o", "--head", "--model-type", "--slice", "--force"},
     "graft": JSON | {"--out", "-o", "--from", "--strip", "--quantize-head", "--no-measure", "--force"},
     "pull": JSON,
     "ps": JSON | {"--url", "--api-key"},

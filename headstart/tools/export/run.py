@@ -7,7 +7,7 @@ from headstart.tools.export.plan import check_target, write_plan
 from headstart.tools.export.source import Export, ExportRequest
 from headstart.tools.options import ExportOptions
 
-DEFAULT = "xllm"
+DEFAULT, SLICE = "xllm", "slice"
 
 
 def run(options: ExportOptions, progress: Progress = no_progress) -> Report:
@@ -15,16 +15,19 @@ def run(options: ExportOptions, progress: Progress = no_progress) -> Report:
     targets = [name.replace("_", "-") for name in registry.available("exports")]
     if options.to not in targets:
         raise UsageError(f"--to is {options.to!r}, which is unknown", f"choose one of {', '.join(targets)}")
-    export: Export = registry.find("exports", options.to).EXPORT
-    if options.model_type is not None and options.to != DEFAULT:
+    to = SLICE if options.slice is not None and options.to == DEFAULT else options.to
+    if options.slice is not None and to != SLICE:
+        raise UsageError(f"--slice goes with --to {SLICE} only", "write the smaller model first, and export that one")
+    export: Export = registry.find("exports", to).EXPORT
+    if options.model_type is not None and to != DEFAULT:
         raise UsageError(f"--model-type goes with --to {DEFAULT} only", "leave it out")
-    request = ExportRequest(options.model, options.head, options.model_type)
+    request = ExportRequest(options.model, options.head, options.model_type, options.slice)
     check_target(options.out, options.force)
     sources = [request.path, request.find_head()]
     check_target(options.out, True, [each for each in sources if each])
     plan = export(request)
     size = write_plan(plan, options.out, progress)
     use = plan.use.format(out=options.out)
-    data = {"out": str(options.out), "to": options.to, "bytes": size, "use": use, "notes": plan.notes, **plan.data}
+    data = {"out": str(options.out), "to": to, "bytes": size, "use": use, "notes": plan.notes, **plan.data}
     notes = [f"note: {note}" for note in plan.notes]
     return Report(True, data, [f"{options.out}: {size / 1e6:.0f} MB", *notes, f"use it with: {use}"])

@@ -92,6 +92,7 @@ class ExportRequest:
     model: str | None
     head: Path | None = None
     model_type: str | None = None
+    slice: str | None = None
 
     @property
     def name(self) -> str:
