@@ -1,7 +1,9 @@
 """Errors shown to users: what was wrong, which value, what to do. Any other exception is a bug."""
 
+import copyreg
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 def quoted(value: object) -> str:
@@ -17,6 +19,10 @@ class HeadstartError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled without the arguments of `__init__`, which differ by class: process pools pickle errors."""
+        return copyreg.__newobj__, (type(self), *self.args), vars(self)  # type: ignore[attr-defined]
 
     def __str__(self) -> str:
         return f"{self.message} (hint: {self.hint})" if self.hint else self.message

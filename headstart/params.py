@@ -150,6 +150,10 @@ class SamplingParams:
                 raise ParameterError(row.name, f"has the key {quoted(token)}, but keys are token ids")
             _check_range(row.name, number, row.low, row.high, verb=f"of token {token} is")
 
+    def _check_boolean(self, row: Parameter, value: Any) -> None:
+        if not isinstance(value, bool):
+            raise ParameterError(row.name, f"is {quoted(value)}, but must be true or false")
+
     def _check_texts(self, row: Parameter, value: Any) -> None:
         if any(not text for text in self._as_tuple(row, str, "a text or a list of texts")):
             raise ParameterError(row.name, "has an empty text", "leave it out")
@@ -172,6 +176,7 @@ class SamplingParams:
 
 _CHECKS: Mapping[Kind, Callable[[SamplingParams, Parameter, Any], None]] = {
     "number": SamplingParams._check_number, "integer": SamplingParams._check_integer,
+    "boolean": SamplingParams._check_boolean,
     "texts": SamplingParams._check_texts, "token_ids": SamplingParams._check_token_ids,
     "token_numbers": SamplingParams._check_token_numbers,
 }  # fmt: skip

@@ -1,6 +1,5 @@
 """Statistics of drafting."""
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,14 +23,14 @@ class DraftStats:
     forced: int = 0  # emitted tokens that were drafted because a constraint allowed no other
     per_position: list[int] = field(default_factory=list)  # [i]: drafts whose token i was accepted
     drafted_at: list[int] = field(default_factory=list)  # [i]: drafts with a token i
-    sources: Counter[str] = field(default_factory=Counter)  # accepted tokens by drafter
+    sources: dict[str, int] = field(default_factory=dict)  # accepted tokens by drafter
     synthetic: tuple[float, ...] = ()  # acceptance rates of --synthetic-acceptance, if it was used
 
     def record(self, drafted: int, accepted: int, source: str = "", *, num_leaves: int = 0) -> None:
         """Count one draft: `drafted` tokens in a row, of which the first `accepted` were accepted. The last of these
         may be a leaf."""
         if drafted:
-            self.sources[source] += accepted
+            self.sources[source] = self.sources.get(source, 0) + accepted
             self.drafts += 1
             self.drafted += drafted + num_leaves
             self.accepted += accepted
@@ -46,7 +45,8 @@ class DraftStats:
         """Add the counts of another text."""
         for name in ("drafts", "drafted", "accepted", "passes", "emitted", "forced"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.sources.update(other.sources)
+        for source, accepted in other.sources.items():
+            self.sources[source] = self.sources.get(source, 0) + accepted
         self.synthetic = self.synthetic or other.synthetic
         grow = len(other.per_position) - len(self.per_position)
         self.per_position += [0] * grow

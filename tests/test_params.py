@@ -1,5 +1,6 @@
 """SamplingParams: types, ranges, lists; texts that shall not come, ids that alone may."""
 
+import pickle
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -40,6 +41,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a list of biases": ({"logit_bias": [1, 2]}, "logit_bias is .1, 2., but must be a mapping"),
     "a bias of a text": ({"logit_bias": {"a": 1.0}}, "logit_bias has the key 'a', but keys are token ids"),
     "a bias that is a text": ({"logit_bias": {1: "1"}}, "logit_bias of token 1 is '1', but must be a number"),
+    "a flag that is a text": ({"ignore_eos": "yes"}, "ignore_eos is 'yes', but must be true or false"),
     "more than there are": ({"max_tokens": 3, "min_tokens": 4}, "min_tokens is 4, but"),
 }
 
@@ -47,8 +49,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", WRONG)
 def test_wrong_values(case: str) -> None:
     values, message = WRONG[case]
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError, match=message) as refused:
         SamplingParams(**values)
+    copied = pickle.loads(pickle.dumps(refused.value))  # as a process pool returns it
+    assert (type(copied), str(copied), vars(copied)) == (type(refused.value), str(refused.value), vars(refused.value))
 
 
 ANYTHING = st.one_of(
@@ -59,7 +63,7 @@ ANYTHING = st.one_of(
 
 
 @settings(max_examples=120)
-@given(st.sampled_from([name for name in SamplingParams.__dataclass_fields__ if name != "ignore_eos"]), ANYTHING)
+@given(st.sampled_from(list(SamplingParams.__dataclass_fields__)), ANYTHING)
 def test_any_value_is_taken_or_refused_by_name(name: str, value: Any) -> None:
     try:
         made = SamplingParams(**{"max_tokens": 10**9, name: value})

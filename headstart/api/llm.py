@@ -29,7 +29,7 @@ from headstart.engine.build import build_engine, change_head, identity
 from headstart.engine.calibrate import known_costs
 from headstart.engine.load import Model, load_model, with_head
 from headstart.engine.shared import SharedEngine
-from headstart.errors import ModelError, ParameterError, UsageError, did_you_mean
+from headstart.errors import ModelError, ParameterError, UsageError, did_you_mean, quoted
 from headstart.hub import chat_sampling
 from headstart.params import parameters, recommended
 from headstart.text.chat import ChatTemplate
@@ -55,6 +55,8 @@ def make_config(config: EngineConfig | None, options: Mapping[str, Any]) -> Engi
         if name not in config_fields():
             hint = did_you_mean(name, config_fields()) or "EngineConfig lists all options"
             raise UsageError(f"LLM has no option {name!r}", hint)
+    if not isinstance(config, EngineConfig | None):
+        raise UsageError(f"config is {quoted(config)}", "give EngineConfig(...), or options by name: LLM(depth=2)")
     if isinstance(adapters := options.get("lora"), Mapping):
         options = {**options, "lora": tuple(f"{name}={path}" for name, path in adapters.items())}
     elif isinstance(adapters, str | os.PathLike):
@@ -105,7 +107,9 @@ def _check_arguments(prompt: Prompt, params: Any, depth: Any, vocab_size: int, o
     arguments that do not exist."""
     for name in others:
         belongs = name in parameters()
-        hint = f"give SamplingParams({name}=...)" if belongs else did_you_mean(name, RequestOptions.__annotations__)
+        known = ("params", "images", "lora", *RequestOptions.__annotations__)
+        like = did_you_mean(name, known) or f"arguments are {', '.join(known)}"
+        hint = f"give SamplingParams({name}=...)" if belongs else like
         raise UsageError(f"there is no argument {name!r}", hint)
     if not isinstance(params, SamplingParams):
         raise UsageError(f"params is {type(params).__name__}", "give SamplingParams(max_tokens=...), or nothing")
@@ -116,6 +120,18 @@ def _check_arguments(prompt: Prompt, params: Any, depth: Any, vocab_size: int, o
     for name in [row.name for row in parameters().values() if row.kind in ("token_ids", "token_numbers")]:
         if unknown := [token for token in getattr(params, name) or () if not 0 <= token < vocab_size]:
             raise ParameterError(name, f"names token {unknown[0]}, but ids end at {vocab_size - 1}")
+
+
+def _checked(message: Message) -> Message:
+    """The message with a text for the content None that calls of tools may have. Raises UsageError for a role or
+    content of another type."""
+    if message.get("content") is None and message.get("tool_calls"):
+        message = {**message, "content": ""}
+    for name, kind in (("role", str), ("content", str | list | tuple)):
+        if not isinstance(value := message.get(name), kind):
+            what = f"no {name}" if value is None else f"the {name} {quoted(value)}"
+            raise UsageError(f"a message has {what}", 'give {"role": "user", "content": "Hi"}')
+    return message
 
 
 def _recommended(model: Model) -> dict[str, Any]:
@@ -148,6 +164,8 @@ class LLM:
         started = time.perf_counter()
         if not isinstance(model, str | os.PathLike | Model | None):
             raise UsageError(f"model is {model!r}", "give a path, a Hub name or an alias")
+        if not isinstance(cache_bytes, int | None):
+            raise UsageError(f"cache_bytes is {cache_bytes!r}", "give a number of bytes")
         name = os.fspath(model) if isinstance(model, os.PathLike) else model
         try:
             self.config = make_config(config, options)
@@ -176,6 +194,7 @@ class LLM:
     @property
     def chat_sampling(self) -> dict[str, Any]:
         """Default sampling parameters of chats: the model's recommendations."""
+        self._check_open()
         return {**chat_sampling(self.model.name), **self.recommended}
 
     @property
@@ -316,10 +335,7 @@ class LLM:
         if len(messages) < len(parts):
             hint = "give a text, a list of ids, or a list of messages, which is what chat(messages) takes"
             raise UsageError("a prompt is neither token ids nor messages", hint)
-        for each in messages:
-            needed = ("role",) if "tool_calls" in each else ("role", "content")
-            if lacking := next((name for name in needed if name not in each), None):
-                raise UsageError(f"a message has no {lacking}", 'give {"role": "user", "content": "Hi"}')
+        messages = [_checked(each) for each in messages]
         if self.chat_template is None:
             raise UsageError(f"{self.model.name} has no chat template", "give a text, which it continues")
         shown, sources = split_images(messages)

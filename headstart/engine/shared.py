@@ -90,7 +90,7 @@ class Inbox:
     """Unread deltas of one caller's requests, with arrival times (time.perf_counter)."""
 
     deltas: deque[tuple[float, Delta]] = field(default_factory=deque)
-    lost: bool = False  # another caller's step failed, or the engine was closed: deltas are missing
+    lost: str = ""  # why deltas are missing: another caller's step failed, or the engine was closed
     names: list[str] = field(default_factory=list)  # ids of the caller's requests
 
 
@@ -115,13 +115,13 @@ class SharedEngine:
     def stop(self) -> None:
         """Ends all requests; their callers get GenerationError."""
         with self._lock:
-            live = self.engine.live
+            live, reason = self.engine.live, "the engine was closed before the text was complete"
             for name in live:
                 self.engine.abort(name)
             for inbox in self.inboxes.values():
-                inbox.lost = True
+                inbox.lost = reason
             for listener in self.listeners:
-                listener.end(live, GenerationError("the engine was closed before the text was complete"))
+                listener.end(live, GenerationError(reason))
 
     def submit(self, request: Request, inbox: Inbox | None = None, history: Iterable[Delta] = ()) -> list[Sequence]:
         """Submits a request. inbox: receives its deltas; None: the listeners do. history, errors: see Engine.submit."""
@@ -140,7 +140,7 @@ class SharedEngine:
                 if not inbox.deltas and not inbox.lost:  # another caller may have run the step meanwhile
                     self._step()
         if inbox.lost:
-            raise GenerationError("the text broke off: a step that it shared with other requests failed")
+            raise GenerationError(inbox.lost)
 
     def step(self) -> None:
         """Runs one step; raises what Engine.step raises."""
@@ -179,7 +179,7 @@ class SharedEngine:
         for name in names:
             self.engine.abort(name)
             if inbox := self.inboxes.get(name):
-                inbox.lost = True
+                inbox.lost = "the text broke off: a step that it shared with other requests failed"
         failed = GenerationError("the engine failed while it worked on this request", "see the log")
         for listener in self.listeners:
             listener.end(names, failed)

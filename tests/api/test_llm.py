@@ -171,6 +171,8 @@ def test_a_session_takes_requests_while_others_run() -> None:
 def test_a_completion_is_plain_data() -> None:
     first = llm().generate(["the thing"], SamplingParams(n=3, seed=1, temperature=1.0, max_tokens=4))[0]
     document = asdict(first)
+    assert json.loads(json.dumps(document["speculation"])) == vars(first.speculation) | {"synthetic": []}
+    assert pickle.loads(pickle.dumps(first)) == first
     assert [document["index"], *(each["index"] for each in document["others"])] == [0, 1, 2]
 
 
@@ -430,6 +432,14 @@ def test_every_kind_of_prompt() -> None:
     assert raw.prompt_token_ids == each.encode("the thing", raw=True) != ids
 
 
+def test_calls_of_tools_need_no_content() -> None:
+    """OpenAI's clients give them the content None."""
+    each = llm()
+    call = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": {}}}]}
+    user = {"role": "user", "content": "x"}
+    assert each.encode([user, call]) == each.encode([user, call | {"content": None}])
+
+
 def test_a_system_message_changes_the_prompt() -> None:
     each = llm()
     messages = [{"role": "system", "content": "an inner ring"}, {"role": "user", "content": "x"}]
@@ -482,14 +492,20 @@ def test_bad_arguments() -> None:
             next(iter(call("a", max_tokens=3)))  # type: ignore[call-arg]
         with pytest.raises(UsageError, match=r"no argument 'dept' .hint: did you mean depth"):
             next(iter(call("a", dept=3)))  # type: ignore[call-arg]
-    for message, lacking in (({"content": "a"}, "role"), ({"role": "user"}, "content")):
-        with pytest.raises(UsageError, match=f"a message has no {lacking}"):
-            each.chat([message])
+        with pytest.raises(UsageError, match=r"no argument 'sampling_params' .hint: arguments are params"):
+            next(iter(call("a", sampling_params=3)))  # type: ignore[call-arg]
+    for wrong, what in (
+        ({"role": None}, "no role"), ({"role": 1}, "the role 1"), ({"content": None}, "no content"),
+        ({"content": 5}, "the content 5"), ({"content": {"text": "a"}}, "the content {'text': 'a'}"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=f"a message has {what}"):
+            each.chat([{"role": "user", "content": "a"} | wrong])
     for copied in (pickle.dumps, copy.copy):
         with pytest.raises(UsageError, match="an LLM cannot be copied, pickled"):
             copied(each)
-    with pytest.raises(UsageError, match="model is 5"):
-        LLM(5)  # type: ignore[arg-type]
+    for wrong, what in (("model", 5), ("config", {}), ("cache_bytes", "1G")):
+        with pytest.raises(UsageError, match=f"{wrong} is {what!r}"):
+            LLM(**{wrong: what})  # type: ignore[arg-type]
     assert_clean(each.engine)
 
 
@@ -553,13 +569,13 @@ def test_closing_gives_everything_back() -> None:
     engine, stream = weakref.ref(each.engine), each.stream("the", SamplingParams(max_tokens=50, ignore_eos=True))
     next(stream)
     each.close()
-    with pytest.raises(GenerationError, match="broke off"):
+    with pytest.raises(GenerationError, match="the engine was closed"):
         list(stream)
     each.close()
     del stream
     gc.collect()
     assert engine() is None
-    for asked in (lambda: each.generate("the"), lambda: each.info, lambda: each.method, lambda: each.change_head(None)):
+    for asked in (lambda: each.generate("the"), lambda: each.info, lambda: each.method, lambda: each.chat_sampling):
         with pytest.raises(UsageError, match="this LLM is closed"):
             asked()
 
