@@ -112,29 +112,56 @@ int64_t whole_windows(const std::vector<int32_t>& picked, int64_t every, int64_t
     return found;
 }
 
+// The `blocks` blocks of `size` scores with the greatest ones, the last block among them: their number, then the blocks.
+void keep_blocks(const float* scores, int64_t count, int64_t blocks, int64_t size, int32_t* kept) {
+    thread_local std::vector<float> greatest;
+    greatest.clear();
+    for (int64_t i = 0; i < count; i += size)
+        greatest.push_back(*std::max_element(scores + i, scores + std::min(i + size, count)));
+    greatest.back() = INFINITY;
+    *kept = (int32_t)std::min<int64_t>(blocks, greatest.size());
+    top_indices(greatest.data(), greatest.size(), *kept, 0, kept + 1);
+}
+
+// Moves the scores of the kept blocks to the front, in order, and returns their number.
+int64_t scores_among(float* scores, int64_t count, int64_t size, const int32_t* kept) {
+    float* end = scores;
+    for (int64_t i = 1; i <= *kept; ++i)
+        end = std::copy(scores + kept[i] * size, scores + std::min((kept[i] + 1) * size, count), end);
+    return end - scores;
+}
+
 // Returns a buffer of int32 rows: number of selected positions, then the positions, which are left out if all are selected.
 // Windows of `every` positions are selected by the scores of their last ones; whole: with all their positions.
+// blocks > 0: candidates (Ops.select_positions), blocks of block_size windows. A source (among < 0) writes the number of kept
+// blocks, then the blocks, behind its positions; among: the buffer of the last source, of the same top_k.
 int choose(Program& program, int q, int weights, nb::object kv_pool, int64_t heads, int64_t top_k, int64_t every,
-           bool whole) {
+           bool whole, int64_t blocks, int64_t block_size, int among) {
     const KVLayout layout = nb::cast<KVPool*>(kv_pool)->layout;
     require(heads > 0 && top_k > 0 && layout.num_heads == 1 && program.buffers[q].width == heads * layout.head_dim &&
                 program.buffers[weights].width == heads && !program.buffers[q].logits,
             "choose: shapes differ");
-    require(every > 0, "choose: every must be above 0");
-    const int scored = score(program, q, weights, kv_pool, heads, top_k, every);
-    const int chosen = program.buffer(whole ? (top_k + 1) * every : top_k + 1, false);
+    require(every > 0 && blocks >= 0 && block_size > 0, "choose: every and block_size must be above 0");
+    require(blocks > 0 ? !whole : among < 0, "choose: whole windows are not selected among candidates");
+    const int64_t few = blocks > 0 ? std::min(top_k, blocks * block_size) : top_k; // windows, of which none is left out
+    const int scored = score(program, q, weights, kv_pool, heads, few, every);
+    const bool keeps = blocks > 0 && among < 0;
+    const int chosen = program.buffer(whole ? (top_k + 1) * every : top_k + 1 + (keeps ? blocks + 1 : 0), false);
     Step step;
     step.label = "attention";
     step.reads = {scored};
     step.writes = {chosen};
+    if (among >= 0) step.reads.push_back(among);
     step.by_rows = true;
-    step.run = [&program, chosen, top_k, every, whole](const Pass& pass, int64_t row) {
+    step.run = [&program, chosen, top_k, few, every, whole, blocks, block_size, among,
+                keeps](const Pass& pass, int64_t row) {
         auto* found = reinterpret_cast<int32_t*>(program.values(chosen, row));
         const int64_t count = num_visible(pass, row) / every, first = pass.first_position;
         *found = (int32_t)(whole && count <= top_k ? num_visible(pass, row) : std::min(count, top_k));
-        if (count <= top_k) return;
+        if (count <= few) return;
         float* scores = program.scores.row(row) + first;
         for (int64_t i = 0; every > 1 && i < count; ++i) scores[i] = scores[(i + 1) * every - 1];
+        if (keeps) keep_blocks(scores, count, blocks, block_size, found + 1 + top_k);
         if (whole) {
             thread_local std::vector<int32_t> picked;
             picked.resize(top_k);
@@ -142,8 +169,14 @@ int choose(Program& program, int q, int weights, nb::object kv_pool, int64_t hea
             *found = (int32_t)whole_windows(picked, every, first, num_visible(pass, row), found + 1);
             return;
         }
-        top_indices(scores, count, top_k, (int32_t)first, found + 1);
-        for (int64_t i = 1; every > 1 && i <= top_k; ++i) found[i] = (int32_t)((found[i] + 1) * every - 1);
+        const auto* in = among < 0 ? nullptr : reinterpret_cast<const int32_t*>(program.values(among, row)) + 1 + top_k;
+        const int64_t candidates = in ? scores_among(scores, count, block_size, in) : count;
+        *found = (int32_t)std::min(candidates, top_k);
+        top_indices(scores, candidates, *found, 0, found + 1);
+        for (int64_t i = 1; i <= *found; ++i) {
+            const int64_t window = in ? in[1 + found[i] / block_size] * block_size + found[i] % block_size : found[i];
+            found[i] = (int32_t)(first + (window + 1) * every - 1);
+        }
     };
     program.add(std::move(step));
     return chosen;
@@ -238,7 +271,9 @@ int attend_chosen(Program& program, int q, nb::object kv_pool, int64_t num_heads
 } // namespace
 
 void bind_choice_steps(nb::class_<Program>& program) {
-    program.def("choose", choose)
+    program
+        .def("choose", choose, nb::arg("q"), nb::arg("weights"), nb::arg("pool"), nb::arg("heads"), nb::arg("top_k"),
+             nb::arg("every"), nb::arg("whole"), nb::arg("blocks") = 0, nb::arg("block_size") = 1, nb::arg("among") = -1)
         .def("choose_blocks", choose_blocks)
         .def("attend_chosen", attend_chosen, nb::arg("q"), nb::arg("pool"), nb::arg("num_heads"), nb::arg("scale"),
              nb::arg("softcap"), nb::arg("sinks").none(), nb::arg("chosen"));

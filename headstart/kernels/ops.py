@@ -238,6 +238,12 @@ class Ops(Protocol):
         Candidates are the positions up to plan.visible_end that end a window of spec.every, counted from
         plan.first_position. The spec.top_k best are selected (ties: the lower position; NaN last); with spec.whole all
         positions of their windows, and those after the last whole window.
+
+        With spec.candidates the candidates, in order, form blocks of `size`; the last block may be shorter. Its source
+        keeps the `count` blocks with the greatest scores (a block's: that of its best candidate; ties: the lower
+        block), the last block always among them. Later selections by such a spec without `source` have these
+        candidates only.
+
         The selection is used by `attend` with chosen=pool, until the next selection over the same pool."""
 
     def select_blocks(self, q: Buffer, pool: Pool, spec: IndexSpec) -> None:

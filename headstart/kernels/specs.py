@@ -196,6 +196,15 @@ class _OneKeyHead:
 
 
 @dataclass(frozen=True)
+class CandidateSpec:
+    """Blocks of keys that several indexers of one top_k share (DeepSeek-V4.1; see Ops.select_positions)."""
+
+    count: int  # blocks that the source keeps
+    size: int  # keys of a block
+    source: bool  # this indexer keeps the blocks; False: it selects within those that were kept last
+
+
+@dataclass(frozen=True)
 class IndexSpec(_OneKeyHead):
     """A lightning indexer (DeepSeek-V3.2 report, section 2.1; see Ops.select_positions), or one that selects blocks
     for each KV head (MiniMax-M3; see Ops.select_blocks)."""
@@ -205,6 +214,7 @@ class IndexSpec(_OneKeyHead):
     top_k: int  # positions, windows or blocks that a row attends to
     every: int = 1  # only positions that end a window of this size can be selected
     whole: bool = False  # all positions of the selected windows, and those after the last whole window
+    candidates: CandidateSpec | None = None  # None: all keys up to the row can be selected
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,10 @@
-"""DeepSeek-V4.1, text part (to 16,384 positions): layers share compressed entries and selections, memories of n-grams.
+"""DeepSeek-V4.1, text part: layers share compressed entries and selections, memories of n-grams.
 
 Layers with a `compress_ratios` of 0 read a window only. `kv_source_layer_ids` names the layers that make entries, of 2
 positions or of 1, and index keys of them; later layers read the pools of the last source before them.
 `index_source_layer_ids` names the layers that select entries; later layers use the last selection. The indexers after
-`candidate_source_layer_id` select within its best `candidate_topk_blocks` blocks of `candidate_block_size` entries: the
-context ends where these are all blocks. DSpark drafts as in V4, from the streams before its target layers.
+`candidate_source_layer_id` select within its best `candidate_topk_blocks` blocks of `candidate_block_size` entries.
+DSpark drafts as in V4, from the streams before its target layers.
 
 Formula: transformers `models/deepseek_v41` (0a2080b4), whose caches are rounded to FP8 and FP4 (here they are not);
 vLLM 0.33 `models/deepseek_v41`: names of tensors, DSpark (`nvidia/dspark.py`).
@@ -19,7 +19,7 @@ from headstart.errors import ModelError
 from headstart.formats.rows import RowSubset
 from headstart.heads.base import HeadSpec
 from headstart.kernels.ops import RawTensor
-from headstart.kernels.specs import CompressSpec, NGramSpec
+from headstart.kernels.specs import CandidateSpec, CompressSpec, NGramSpec
 from headstart.layers.build import DecoderConfig
 from headstart.layers.compressed import CompressedConfig, CompressorConfig
 from headstart.layers.ngram import NGramMemoryConfig, primes_from
@@ -46,8 +46,7 @@ def parse(config: Config) -> DecoderConfig:
         keys.layer(config, mixer, feed, streams=streams, memory=memories.get(index))
         for index, mixer in enumerate(_mixers(config, window))
     ]
-    made = replace(with_drafter(config, layers, window, streams, layout=LAYOUT, after=0), tied=tied)
-    return replace(made, max_length=min(made.max_length, _max_unfiltered(config, made)))
+    return replace(with_drafter(config, layers, window, streams, layout=LAYOUT, after=0), tied=tied)
 
 
 def _mixers(config: Config, window: CompressedConfig) -> list[CompressedConfig]:
@@ -58,7 +57,7 @@ def _mixers(config: Config, window: CompressedConfig) -> list[CompressedConfig]:
     sources, selecting = (_layer_ids(config, f"{kind}_source_layer_ids", count) for kind in ("kv", "index"))
     if not sources <= selecting:
         raise ModelError("config.json: index_source_layer_ids must name all of kv_source_layer_ids")
-    plain = replace(window_mixer(config, compressed=True), head_norm=False)
+    plain, candidates = replace(window_mixer(config, compressed=True), head_norm=False), _candidates(config, selecting)
     mixers: list[CompressedConfig] = []
     source = -1
     for layer, every in enumerate(ratios[:count]):  # those of DSpark's layers may follow
@@ -71,9 +70,10 @@ def _mixers(config: Config, window: CompressedConfig) -> list[CompressedConfig]:
             mixers.append(window)
             continue
         spec = CompressSpec(every, plain.head_dim)
+        index = replace(deepseek_v4.index_spec(config, every, plain.rope), candidates=candidates.get(layer))
         own = replace(
-            plain, compressor=CompressorConfig(spec=spec, rope=plain.rope, biased=False),
-            index=(deepseek_v4.index_spec(config, every, plain.rope), None), selects=layer in selecting,
+            plain, compressor=CompressorConfig(spec=spec, rope=plain.rope, biased=False), index=(index, None),
+            selects=layer in selecting,
         )  # fmt: skip
         mixers.append(own if source == layer else replace(own, source_layer=source))
     return mixers
@@ -87,15 +87,17 @@ def _layer_ids(config: Config, key: str, count: int) -> set[int]:
     return {each for each in ids if each < count}
 
 
-def _max_unfiltered(config: Config, made: DecoderConfig) -> int:
-    """Longest context in which all entries are candidates of the later indexers."""
-    source = number(config, "candidate_source_layer_id", default=-1, least=-1)
-    later = [each for each in _layer_ids(config, "index_source_layer_ids", made.num_layers) if each > source]
-    if source < 0 or not later:
-        return made.max_length
-    blocks = number(config, "candidate_topk_blocks", default=2048)
-    every: int = max(1, config["compress_ratios"][source])
-    return blocks * number(config, "candidate_block_size", default=8) * every
+def _candidates(config: Config, selecting: set[int]) -> dict[int, CandidateSpec]:
+    """Index of a layer -> its part in the selection among candidates."""
+    source, ratios = number(config, "candidate_source_layer_id", default=-1, least=-1), config["compress_ratios"]
+    layers = [source, *sorted(each for each in selecting if each > source)]
+    if source < 0 or len(layers) == 1:
+        return {}
+    if source not in selecting or len({ratios[each] for each in layers}) > 1:
+        what = f"config.json: candidate_source_layer_id is {source}, with compress_ratios of {ratios}"
+        raise ModelError(what, "known: a layer of index_source_layer_ids, of the ratio of all later ones")
+    sizes = number(config, "candidate_topk_blocks"), number(config, "candidate_block_size")
+    return {each: CandidateSpec(*sizes, source=each == source) for each in layers}
 
 
 def _memories(config: Config, streams: int) -> dict[int, NGramMemoryConfig]:
@@ -181,8 +183,8 @@ NAMES = Names(
 SMALL: dict[str, Any] = {
     **deepseek_v4.SMALL, "compress_rates": None, "num_hash_layers": None, "num_nextn_predict_layers": 2,
     "num_hidden_layers": 6, "compress_ratios": [0, 2, 2, 1, 1, 1, 0, 0], "kv_source_layer_ids": [1, 3],
-    "index_source_layer_ids": [1, 3, 5], "candidate_source_layer_id": 3, "candidate_topk_blocks": 64,
-    "candidate_block_size": 8, "engram_layer_ids": [0, 2], "engram_vocab_size": 60, "engram_max_ngram_size": 4,
+    "index_source_layer_ids": [1, 3, 5], "candidate_source_layer_id": 3, "candidate_topk_blocks": 4,
+    "candidate_block_size": 3, "engram_layer_ids": [0, 2], "engram_vocab_size": 60, "engram_max_ngram_size": 4,
     "engram_n_heads": 2, "engram_head_dim": 12, "engram_pad_token_id": 4, "engram_compressed_vocab_size": 88,
     "rms_norm_eps": 1e-20, "n_routed_experts": 5, "dspark_block_size": 5, "dspark_markov_rank": 48,
     "dspark_noise_token_id": 130, "dspark_target_layer_ids": [0, 1], "dspark_n_routed_experts": 4,
@@ -194,7 +196,7 @@ FAMILY = Family(
         **deepseek_v4.FAMILY.defaults, "rms_norm_eps": 1e-20, "q_lora_rank": 1280, "index_n_heads": 32,
         "n_routed_experts": 384, "moe_intermediate_size": 2304, "engram_vocab_size": 16000000,
         "engram_max_ngram_size": 4, "engram_n_heads": 8, "engram_head_dim": 256, "engram_pad_token_id": 2,
-        "engram_compressed_vocab_size": 99092,
+        "engram_compressed_vocab_size": 99092, "candidate_topk_blocks": 2048, "candidate_block_size": 8,
     },
     harmless={
         **deepseek_v4.FAMILY.harmless,

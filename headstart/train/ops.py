@@ -59,14 +59,16 @@ class TrainOps(ReferenceOps):
     def select_positions(self, q: Tensor, weights: Tensor, pool: Pool, spec: IndexSpec) -> None:
         """Select keys, without a gradient: indexers are not trained."""
         shared, *own = (keys[:, 0] for keys in pool.keys)
-        scores = [index_scores(q, weights, shared, spec)]
-        scores += [index_scores(q[:, :, None], weights[:, :, None], keys[:, :, None], spec)[..., 0] for keys in own]
+        parts = [index_scores(q, weights, shared, spec)]
+        parts += [index_scores(q[:, :, None], weights[:, :, None], keys[:, :, None], spec)[..., 0] for keys in own]
         mask = _mask(q.shape[1], len(own), spec, q)
         ends = (torch.arange(mask.shape[1], device=q.device) + 1) % spec.every == 0
         if own and spec.every > 1:
             raise ModelError("a head whose indexer selects windows cannot be trained for several steps", "--depth 1")
         visible = (mask == 0).expand(len(q), -1, -1)
-        seen = selected_positions(torch.cat(scores, dim=-1), visible, ends, spec)
+        scores = torch.cat(parts, dim=-1)
+        (visible,) = self._among([scores], [visible], spec)
+        seen = selected_positions(scores, visible, ends, spec)
         pool.chosen = mask.expand(len(q), -1, -1).masked_fill(~seen, float("-inf"))
 
     @torch.no_grad()

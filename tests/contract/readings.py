@@ -330,7 +330,7 @@ class DeepseekV41(nn.Module):
                 turned = (self.rope(each[:, None], first, theta)[:, 0] for each in (entries, index))
                 shared["entries"], shared["index"] = turned
             if layer in self.config["index_source_layer_ids"]:
-                shared["seen"] = self.selected(at, x, shared["index"], (rows + 1) // every, theta)
+                shared["seen"] = self.selected(layer, x, shared, (rows + 1) // every, theta)
             keys, seen = torch.cat((keys, shared["entries"])), torch.cat((seen, shared["seen"]), -1)
         return self.attend(at, x, keys, seen, rows, theta)
 
@@ -349,12 +349,23 @@ class DeepseekV41(nn.Module):
     def low(self, at: str, x: Tensor) -> Tensor:
         return rms(linear(x, self.arrays[f"{at}.wq_a.weight"]), self.arrays[f"{at}.q_norm.weight"], self.eps)
 
-    def selected(self, at: str, x: Tensor, index: Tensor, visible: Tensor, theta: float) -> Tensor:
-        """bool [T, entries]."""
+    def selected(self, layer: int, x: Tensor, shared: dict[str, Any], visible: Tensor, theta: float) -> Tensor:
+        """bool [T, entries]; publishes or reads blocks of candidates (vLLM: dsa/candidate_blocks.py)."""
+        at, index, source = f"layers.{layer}.attn", shared["index"], self.config["candidate_source_layer_id"]
         q = linear(self.low(at, x), self.arrays[f"{at}.indexer.wq_b.weight"]).unflatten(-1, (-1, index.shape[-1]))
         products = torch.einsum("thd,nd->tnh", self.rope(q, torch.arange(len(x)), theta), index).relu()
         scores = (products * linear(x, self.arrays[f"{at}.indexer.weights_proj.weight"])[:, None]).sum(-1)
         scores = scores.masked_fill(torch.arange(len(index)) >= visible[:, None], -torch.inf)
+        number = torch.arange(len(index)) // self.config["candidate_block_size"]
+        if layer == source:
+            blocks = torch.full((len(x), number[-1:].sum() + 1), -torch.inf, dtype=scores.dtype)
+            blocks = blocks.scatter_reduce(-1, number.expand_as(scores), scores, "amax")
+            newest = (visible - 1).clamp(min=0) // self.config["candidate_block_size"]
+            blocks[torch.arange(len(x)), newest] = torch.inf
+            kept = blocks.topk(min(self.config["candidate_topk_blocks"], blocks.shape[1]), -1).indices
+            shared["candidates"] = torch.zeros_like(blocks, dtype=torch.bool).scatter(-1, kept, True)[:, number]
+        elif 0 <= source < layer:
+            scores = scores.masked_fill(~shared["candidates"], -torch.inf)
         best = scores.topk(min(self.config["index_topk"], len(index)), -1)
         return torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best.indices, best.values > -torch.inf)
 

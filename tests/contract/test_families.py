@@ -167,7 +167,8 @@ def test_greedy_text_is_that_of_transformers(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_arithmetic_is_near(family: str) -> None:
     # rounding decides at the edge of what an indexer chooses: that edge should not be half of what a row sees
-    changes = {"index_topk": 72} if "index_topk" in family_of(family).small else {}
+    wide = {"index_topk": 72, "candidate_topk_blocks": 24}
+    changes = {key: value for key, value in wide.items() if key in family_of(family).small}
     model, tokens = tiny_model(family, dtype="bfloat16", **changes), prompt_of(LENGTH, 5)
     expected = logits_of_oracle(oracle_of(family, model), tokens)
     engine = make(model, dtype="bfloat16", drafter="auto", depth=3)

@@ -1,4 +1,4 @@
-"""DeepSeek-V4.1: tensors and keys as released, numbers of normalized tokens, the longest context, what is refused.
+"""DeepSeek-V4.1: tensors and keys as released, numbers of normalized tokens, what is refused.
 Logits: test_families.py and test_v4_dspark.py."""
 
 import json
@@ -14,7 +14,7 @@ from test_v4_dspark import DSPARK_V41, written
 from tiny_models import tiny_tokenizer, write_model
 from tokenizers import Tokenizer, models
 
-from headstart.errors import HeadstartError, ModelError
+from headstart.errors import ModelError
 from headstart.layers.ngram import primes_from
 from headstart.models.deepseek_v41 import _factors
 from headstart.text.normalized import normalized_numbers
@@ -84,16 +84,6 @@ def test_hashes_of_the_published_tables() -> None:
         assert _factors(layer, 4, 99092) == tuple((drawn * 2 + 1).tolist())
 
 
-def test_a_context_of_which_not_all_blocks_are_candidates() -> None:
-    few = {"candidate_topk_blocks": 5, "candidate_block_size": 8}
-    model = model_at(written(FAMILY, **few))
-    assert model.config.max_length == 40
-    assert model_at(written(FAMILY, **few, candidate_source_layer_id=5)).config.max_length == 512
-    assert model_at(written(FAMILY, **few, candidate_source_layer_id=1)).config.max_length == 80
-    with pytest.raises(HeadstartError, match="40"):
-        make(model, max_model_len=41)
-
-
 def test_a_plan_counts_shared_entries_once() -> None:
     family = family_of(FAMILY)
     sizes = family.read(family.tiny_config())
@@ -107,8 +97,10 @@ def test_a_plan_counts_shared_entries_once() -> None:
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"compress_ratios": [0, 2, 2, 1, 1, 4]}, "compress_ratios"),
     ({"compress_ratios": [0, 2, 2]}, "compress_ratios"),
-    ({"compress_ratios": [0, 2, 2, 2, 1, 1]}, "layer 4 needs a layer before it"),
-    ({"compress_ratios": [0, 2, 2, 1, 1, 0]}, "layer 5 selects"),
+    ({"compress_ratios": [0, 2, 2, 2, 1, 1], "candidate_source_layer_id": -1}, "layer 4 needs a layer before it"),
+    ({"compress_ratios": [0, 2, 2, 1, 1, 0], "candidate_source_layer_id": -1}, "layer 5 selects"),
+    ({"candidate_source_layer_id": 1}, "candidate_source_layer_id is 1"),  # of another ratio
+    ({"candidate_source_layer_id": 2}, "candidate_source_layer_id is 2"),  # selects nothing
     ({"kv_source_layer_ids": [3]}, "layer 1 needs a layer before it"),
     ({"index_source_layer_ids": [1]}, "index_source_layer_ids"),
     ({"kv_source_layer_ids": [1, -1]}, "kv_source_layer_ids"),

@@ -1,6 +1,7 @@
 """Residual streams and compressed attention: what the reference says, and the bits of a row in any company."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from headstart.core import StepPlan
 from headstart.kernels.native.backend import NativeBackend
 from headstart.kernels.ops import Activation, AttentionSpec, Experts
 from headstart.kernels.reference.backend import ReferenceBackend
-from headstart.kernels.specs import CompressSpec, IndexSpec, NGramSpec, RopeSpec, RouterSpec, StreamSpec
+from headstart.kernels.specs import CandidateSpec, CompressSpec, IndexSpec, NGramSpec, RopeSpec, RouterSpec, StreamSpec
 
 COUNT, WIDTH = 90, 37
 SPEC = AttentionSpec(13, 1, 20, 0.3, 20, latent=True, window=11)
@@ -27,6 +28,8 @@ COMPRESSED = {
     "overlap, chosen": (CompressSpec(4, 20, overlap=True), IndexSpec(5, 9, 6, 4)),
     "overlap": (CompressSpec(3, 20, overlap=True), None),
     "long windows": (CompressSpec(24, 20), None),
+    "among candidates": (CompressSpec(2, 20), IndexSpec(5, 9, 6, 2, candidates=CandidateSpec(3, 5, False))),
+    "fewer candidates than top_k": (CompressSpec(2, 20), IndexSpec(5, 9, 6, 2, candidates=CandidateSpec(1, 4, False))),
 }
 paths = pytest.mark.parametrize("path", PATHS)
 Code = Callable[[Any, Any], dict[str, Any]]
@@ -90,7 +93,7 @@ def test_attention_over_a_window_and_entries(path: str, kind: str) -> None:
         bias, sinks = world.weight(spec.every * spec.width), world.weight(13)
         pools = [world.on.kv_pool(18 * 16, each) for each in (SPEC, spec, SPEC)]
         chosen = world.on.kv_pool(18 * 16, index) if index else None
-        asked, shares, keys = (world.rows(width) for width in (5 * 9, 5, 9))
+        asked, shares, keys, others = (world.rows(width) for width in (5 * 9, 5, 9, 5 * 9))
 
         def code(ops: Any, step: Any) -> dict[str, Any]:
             own = k(ops, step)
@@ -99,6 +102,9 @@ def test_attention_over_a_window_and_entries(path: str, kind: str) -> None:
             ops.store_kv(made, made, pools[2], SPEC)
             if index:
                 ops.store_index(keys(ops, step), chosen, index)
+                if index.candidates:
+                    source = replace(index, candidates=replace(index.candidates, source=True))
+                    ops.select_positions(others(ops, step), shares(ops, step), chosen, source)
                 ops.select_positions(asked(ops, step), shares(ops, step), chosen, index)
             return {"y": ops.attend_compressed(q(ops, step), pools[0], pools[2], SPEC, spec.every, sinks, chosen)}
 

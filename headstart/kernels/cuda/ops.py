@@ -357,6 +357,7 @@ class SupportCheck:
 
     def select_positions(self, q: Any, weights: Any, pool: Any, spec: specs.IndexSpec) -> None:
         _refuse(spec.whole, "an indexer that selects whole windows")
+        _refuse(spec.candidates is not None, "an indexer that selects among candidates")
 
     def _accept(self, *arguments: Any, **options: Any) -> None:
         """Every other op is supported."""

@@ -253,7 +253,19 @@ class Program:
         bias: int = -1,
         block_window: bool = False,
     ) -> int: ...
-    def choose(self, q: int, weights: int, pool: KVPool, heads: int, top_k: int, every: int, whole: bool) -> int: ...
+    def choose(
+        self,
+        q: int,
+        weights: int,
+        pool: KVPool,
+        heads: int,
+        top_k: int,
+        every: int,
+        whole: bool,
+        blocks: int = 0,
+        block_size: int = 1,
+        among: int = -1,
+    ) -> int: ...
     def choose_blocks(self, q: int, pool: KVPool, heads: int, top_k: int, every: int) -> int: ...
     def attend_chosen(
         self,

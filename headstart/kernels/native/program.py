@@ -51,6 +51,7 @@ class ProgramRecorder:
         self._pending: list[Symbol] = []
         self._ropes: dict[tuple[tuple[float, ...], float, tuple[int, ...]], RopeTable] = {}
         self._chosen: dict[KVPool, int] = {}  # the last selection over each pool
+        self._candidates = -1  # selection of the last source of candidates
         self._hidden_width = hidden_width
         self._logit_buffers: set[int] = set()
 
@@ -189,8 +190,11 @@ class ProgramRecorder:
         self.program.store_kv(self._index(k), -1, pool)
 
     def select_positions(self, q: Symbol, weights: Symbol, pool: KVPool, spec: specs.IndexSpec) -> None:
-        rows = self._index(q), self._index(weights)
-        self._chosen[pool] = self.program.choose(*rows, pool, spec.num_heads, spec.top_k, spec.every, spec.whole)
+        rows, blocks = (self._index(q), self._index(weights)), spec.candidates
+        among = () if blocks is None else (blocks.count, blocks.size, -1 if blocks.source else self._candidates)
+        heads, top_k = spec.num_heads, spec.top_k
+        self._chosen[pool] = self.program.choose(*rows, pool, heads, top_k, spec.every, spec.whole, *among)
+        self._candidates = self._chosen[pool] if blocks and blocks.source else self._candidates
 
     def select_blocks(self, q: Symbol, pool: KVPool, spec: specs.IndexSpec) -> None:
         self._chosen[pool] = self.program.choose_blocks(self._index(q), pool, spec.num_heads, spec.top_k, spec.every)

@@ -131,6 +131,7 @@ class ReferenceOps(TorchOps):
         self._slots = self._ints(plan.slots)
         self._grouped: dict[tuple[int, bool, int, bool, bool], list[SpanGroup]] = {}
         self._chosen: dict[TorchKVPool, list[Tensor]] = {}  # by pool, per group: selected positions, bool [S, Q, L]
+        self._candidates: list[Tensor] = []  # per group: those of the last source, bool [S, Q, L]
 
     def _ints(self, array: NDArray[np.int32]) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(self._device)
@@ -296,13 +297,24 @@ class ReferenceOps(TorchOps):
         pool.keys[self._slots] = k.unflatten(-1, (1, -1))
 
     def select_positions(self, q: Tensor, weights: Tensor, pool: TorchKVPool, spec: specs.IndexSpec) -> None:
+        groups = self._groups(spec)
+        scores = [
+            index_scores(q[each.rows], weights[each.rows], pool.keys[each.slots][:, :, 0], spec) for each in groups
+        ]
+        visible = [each.mask == 0 for each in groups]
         self._chosen[pool] = [
-            selected_positions(
-                index_scores(q[group.rows], weights[group.rows], pool.keys[group.slots][:, :, 0], spec),
-                group.mask == 0, self._window_ends(group, spec.every), spec,
-            )
-            for group in self._groups(spec)
-        ]  # fmt: skip
+            selected_positions(own, seen, self._window_ends(group, spec.every), spec)
+            for group, own, seen in zip(groups, scores, self._among(scores, visible, spec), strict=True)
+        ]
+
+    def _among(self, scores: list[Tensor], visible: list[Tensor], spec: specs.IndexSpec) -> list[Tensor]:
+        """The candidates among `visible`; keeps those of a source for later selections."""
+        if spec.candidates is None:
+            return visible
+        if spec.candidates.source:
+            self._candidates = [candidate_positions(*each, spec) for each in zip(scores, visible, strict=True)]
+            return visible
+        return [seen & kept for seen, kept in zip(visible, self._candidates, strict=True)]
 
     def select_blocks(self, q: Tensor, pool: TorchKVPool, spec: specs.IndexSpec) -> None:
         self._chosen[pool] = [
@@ -494,6 +506,16 @@ def selected_positions(scores: Tensor, visible: Tensor, ends: Tensor, spec: spec
     end = torch.arange(count, device=ends.device) // spec.every * spec.every + spec.every - 1  # of each one's window
     is_whole, end = (end < count) & visible[..., end.clamp(max=count - 1)], end.clamp(max=count - 1)
     return visible & (~is_whole | best[..., end])
+
+
+def candidate_positions(scores: Tensor, visible: Tensor, spec: specs.IndexSpec) -> Tensor:
+    """bool [S, R, L]: positions whose keys are in the blocks that a source keeps; scores, visible [S, R, L]."""
+    assert spec.candidates
+    keys, count = slice(spec.every - 1, None, spec.every), scores.shape[-1]
+    blocks = replace(spec, every=spec.candidates.size, top_k=spec.candidates.count)
+    kept = selected_blocks(scores[:, None, :, keys], visible[..., keys], blocks)[:, 0]
+    kept = kept.repeat_interleave(spec.every, -1)
+    return torch.nn.functional.pad(kept, (0, count - kept.shape[-1]))
 
 
 def block_scores(q: Tensor, keys: Tensor, spec: specs.IndexSpec) -> Tensor:
