@@ -47,7 +47,9 @@ def split_images(messages: Seq[Message]) -> tuple[list[dict[str, Any]], list[Any
                 images.append(_source(part))
                 parts.append({"type": "image"})
             elif kind == "text" or (kind == "input_text" and "text" in part):
-                parts.append({"type": "text", "text": part.get("text") or ""})
+                if not isinstance(text := part.get("text"), str):
+                    raise UsageError("a part of type text has no text", 'give {"type": "text", "text": "Hi"}')
+                parts.append({"type": "text", "text": text})
             else:
                 what = f"a message holds a part of type {str(kind)[:QUOTED]!r}"
                 raise UsageError(what, "parts of type text and image_url are read")

@@ -187,7 +187,6 @@ class DraftModelDrafter(Drafter):
             self._unverified[each.sequence] = _Unverified(len(each.sequence.tokens), drafted[:num_computed], table)
             first += len(guessed) + 1
 
-
     def _committed_rows(self, sequence: Sequence) -> Rows:
         """Committed rows that the draft model has not computed, at most a budget; earlier rows are computed here."""
         tokens = sequence.tokens

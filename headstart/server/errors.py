@@ -99,7 +99,10 @@ def _http_message(request: Request, error: HTTPException) -> str:
     """The message of a framework error. For 404 and 405 the framework only gives the status name: name the path."""
     path = limits.shortened(request.url.path)
     if error.detail == HTTPStatus.NOT_FOUND.phrase:
-        return f"there is nothing at {path} (hint: /docs lists what there is)"
+        wanted = request.url.path  # clients differ in whether the base URL ends with /v1
+        known = request.app.openapi()["paths"]
+        like = next((each for each in known if each.endswith(wanted) or wanted.endswith(each)), None)
+        return f"there is nothing at {path} (hint: {f'did you mean {like}?' if like else '/docs lists what there is'})"
     if error.detail == HTTPStatus.METHOD_NOT_ALLOWED.phrase:
         return f"{path} takes {(error.headers or {}).get('Allow', 'other methods')}, not {request.method}"
     return str(error.detail)

@@ -121,10 +121,12 @@ def _prepare_chat(llm: LLM, formats: OutputFormats, account: Account, body: Chat
         raise ParameterError("top_logprobs", "needs logprobs", "set logprobs to true")
     if body.echo:
         raise ParameterError("echo", "is not supported in chats", "use /v1/completions")
-    forced, constraint = _forced_tools(body), constraint_of(body)
+    if (forced := _forced_tools(body)) is not None:
+        body = body.model_copy(update={"response_format": None})  # of the content, which forced calls leave empty
+    constraint = constraint_of(body)
     if forced is not None:
         if constraint is not None:
-            raise UsageError("tool_choice and a response format both constrain the text", "ask for one of them")
+            raise UsageError("tool_choice and a constraint both decide the text", "ask for one of them")
         constraint = GrammarSpec("tools", forced)
     tools = _tools(body)
     limit = _limit(body)

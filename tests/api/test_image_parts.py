@@ -16,7 +16,7 @@ def test_parts_of_messages() -> None:
         {"type": "image_url", "image_url": {"url": "data:a"}}, {"type": "text", "text": "What?"},
         {"type": "image_url", "image_url": "data:b"}, {"type": "image", "path": "c.png"},
         {"type": "image", "image": b"d"},
-        {"type": "input_image", "image_url": "data:e"}, {"type": "text"},
+        {"type": "input_image", "image_url": "data:e"}, {"type": "text", "text": ""},
     ]  # fmt: skip
     texts = [{"type": "text", "text": "So"}, {"type": "input_text", "text": "?"}]
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts, "name": "x"}]
@@ -34,6 +34,8 @@ def test_parts_of_messages() -> None:
 
 @pytest.mark.parametrize(("part", "message"), [
     ({"type": "video_url"}, "a part of type 'video_url'"), ("a text", "a part of type 'str'"),
+    ({"type": "text", "content": "a"}, "a part of type text has no text"),
+    ({"type": "text", "text": 5}, "a part of type text has no text"),
     ({"type": "image"}, "has no image"), ({"type": "image_url", "image_url": {"detail": "low"}}, "has no image"),
 ])  # fmt: skip
 def test_other_parts(part: Any, message: str) -> None:

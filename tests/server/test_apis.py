@@ -64,6 +64,8 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     (MESSAGES, MESSAGE | {"messages": []}, 400, "messages"),
     (MESSAGES, MESSAGE | {"messages": [{"role": "robot", "content": "x"}]}, 400, "messages.0.role"),
     (MESSAGES, MESSAGE | {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "is no image"),
+    (MESSAGES, MESSAGE | {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400,
+     "messages.0.content.0.text is missing"),
     (MESSAGES, MESSAGE | {"tools": [{"type": "web_search_20250305", "name": "w"}], "tool_choice": NAMED}, 400,
      "no tools that are functions"),
     (MESSAGES, MESSAGE | {"tool_choice": {"type": "any"}}, 400, "tools"),

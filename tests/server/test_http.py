@@ -38,7 +38,9 @@ def test_a_large_body_that_does_not_say_so(server: Server) -> None:
 def test_paths_and_methods(server: Server) -> None:
     assert server.client.get("/v2/chat").status_code == 404
     assert f"{CHAT} takes POST, not GET" in server.client.get(CHAT).text
-    assert "nothing at /nowhere" in server.client.get("/nowhere").json()["error"]["message"]
+    assert "nothing at /nowhere (hint: /docs lists" in server.client.get("/nowhere").json()["error"]["message"]
+    for path in (CHAT.removeprefix("/v1"), f"/v1{CHAT}", f"/openai{CHAT}"):
+        assert f"(hint: did you mean {CHAT}?)" in server.client.post(path, json={}).json()["error"]["message"]
     assert server.client.get("/v1//models/").status_code == 200
     assert server.client.get("/health").json() == {"status": "ok"}
     assert server.client.get("/version").json()["version"]

@@ -215,7 +215,9 @@ def _text_of(part: MessageBlock, place: str) -> str:
     if part.type != "text":
         shown = limits.shortened(part.type)
         raise BodyError(f"{place}: a block of type {shown!r} is not supported here", place, "send its text")
-    return part.text or ""
+    if part.text is None:
+        raise BodyError(f"{place}.text is missing", f"{place}.text")
+    return part.text
 
 
 def _tool(tool: MessagesTool) -> Json:
