@@ -1,5 +1,6 @@
 """Verdict on a checkpoint's native heads: one word, the reason and the remedy, for `inspect` and for loading errors."""
 
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -111,7 +112,7 @@ class _Words:
         self.heads = heads
         known = heads.layout.count_key if heads.layout else "num_nextn_predict_layers"
         self.key, self.file = heads.promised.key or known, "config.json"
-        graft = f"headstart graft {checkpoint.name} --from BASE -o OUT"
+        graft = f"headstart graft {shlex.quote(checkpoint.name)} --from BASE -o OUT"
         self.graft = f"put it back from the model that this one was made from: {graft}"
         if heads.gguf:
             self.key, self.file = f"{heads.gguf}.nextn_predict_layers", f"the metadata of {checkpoint.path.name}"
@@ -172,7 +173,7 @@ def _how_to_train(checkpoint: Checkpoint) -> str:
         new_head_spec("mtp", read_config(checkpoint, find_family(checkpoint)))
     except HeadstartError:
         return "headstart train makes heads for models that run here, which this one does not"
-    return f"make one: headstart train {checkpoint.name} --out HEAD --minutes 60"
+    return f"make one: headstart train {shlex.quote(checkpoint.name)} --out HEAD --minutes 60"
 
 
 def _unknown(heads: NativeHeads, promise: str) -> HeadState:

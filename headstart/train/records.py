@@ -112,11 +112,14 @@ class SkippedRecords:
 
 
 def find_files(paths: Iterable[Path]) -> list[Path]:
-    """Files as given and the .jsonl files of folders, sorted. Raises UsageError for a path that does not exist."""
+    """Files as given and the .jsonl files of folders, sorted. Raises UsageError for a path that does not exist and a
+    folder without such files."""
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
-            files += sorted(path.rglob("*.jsonl"))
+            if not (found := sorted(path.rglob("*.jsonl"))):
+                raise UsageError(f"{path} holds no .jsonl file", "data is a .jsonl file or a folder of them")
+            files += found
         elif path.is_file():
             files.append(path)
         else:

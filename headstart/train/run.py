@@ -74,7 +74,7 @@ def run(options: TrainOptions) -> Report:
         if options.prompts:
             answer_files(frozen_model.llm, options.prompts, answers, options.seed)
             started = time.monotonic()
-        files = (*options.data, *([answers] if answers.exists() else []))
+        files = (*options.data, *sorted(answers.glob("*.jsonl")))
         label_seconds = options.minutes * 60 * LABEL_SHARE if options.minutes else None
         data = prepare_data(
             frozen_model, files, options.work, options.seed, label_seconds, options.tokens, options.min_text_tokens

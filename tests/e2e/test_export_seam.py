@@ -19,4 +19,4 @@ def test_an_export_is_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert all(tensor.data.tobytes() == whole[name].data.tobytes() for name, tensor in head.items())
     assert f"use it with: ls {out}" in capsys.readouterr().out
     assert main(["export", str(model), "--to", "bare-head", "-o", str(out)]) == 2
-    assert "choose one of gguf, speculators, vllm-dflash" in capsys.readouterr().err
+    assert "choose one of gguf, slice, speculators, vllm-dflash" in capsys.readouterr().err

@@ -65,9 +65,9 @@ def test_inspect_recommends_what_train_accepts_and_train_refuses_before_loading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headstart.train.run.load_frozen_model", lambda *_: pytest.fail("the model is loaded"))
-    model = write_model(tmp_path / "model", *support.family_of("gemma3").tiny(num_hidden_layers=2))
+    model = write_model(tmp_path / "a model", *support.family_of("gemma3").tiny(num_hidden_layers=2))
     fix = inspect(InspectOptions(model=str(model))).data["heads"]["fix"]
-    assert fix == f"make one: headstart train {model} --out HEAD --minutes 60"
+    assert fix == f"make one: headstart train '{model}' --out HEAD --minutes 60"
     options = TrainOptions(model=str(model), out=tmp_path / "head", data=(tmp_path,), tokens=5)
     check(options)
     with pytest.raises(UsageError, match="reads three layers, but the model has 2"):

@@ -220,7 +220,7 @@ def test_data_without_records_is_refused_before_torch_is_imported(
     (tmp_path / "data").mkdir()
     words = ["train", _tiny(tmp_path, template=True), "--out", str(tmp_path / "head"), "--tokens", "99", "--data"]
     assert main([*words, str(tmp_path / "data")]) == 2
-    assert "there is no training data" in capsys.readouterr().err
+    assert "data holds no .jsonl file" in capsys.readouterr().err
 
 
 def test_training_without_torch_says_what_is_missing(

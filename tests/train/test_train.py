@@ -441,6 +441,9 @@ def test_files_without_records_are_refused(tmp_path: Path) -> None:
         records.read_records([tmp_path / "nowhere"], records.SkippedRecords())
     with pytest.raises(UsageError, match="holds no prompts"):
         generate.read_prompts([empty])
+    (folder := tmp_path / "folder").mkdir()
+    with pytest.raises(UsageError, match=r"folder holds no \.jsonl file"):
+        generate.read_prompts([folder])
 
 
 def test_only_answers_carry_loss(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ class Plan:
     other_bytes: int = 0  # size of the files of `writers`
     marks: tuple[str, ...] = ()  # files that only headstart writes; they identify an earlier output
     notes: list[str] = field(default_factory=list)  # for the user
-    use: str = ""  # command that uses the output, with {out} for its path
+    use: str = ""  # command that uses the output; {out}: its path, quoted for a shell; {path}: its path as it is
     data: dict[str, Any] = field(default_factory=dict)  # for the JSON report
 
     def nbytes(self, out: Path) -> int:
@@ -68,10 +68,10 @@ def index_text(files: dict[str, str], total: int | None = None, indent: int = 2)
 
 
 def vllm_use(method: str, depth: int | str) -> str:
-    """Returns vLLM's command that serves a model with the drafter in `{out}`."""
+    """Returns vLLM's command that serves a model with the drafter in `{path}`."""
     return (
         "vllm serve MODEL --speculative-config "
-        f"""'{{{{"method": "{method}", "model": "{{out}}", "num_speculative_tokens": {depth}}}}}'"""
+        f"""'{{{{"method": "{method}", "model": "{{path}}", "num_speculative_tokens": {depth}}}}}'"""
     )
 
 

@@ -1,5 +1,7 @@
 """`headstart export`: a head, or a model with its head, in the layout of another engine."""
 
+import shlex
+
 from headstart import registry
 from headstart.core import Progress, Report, no_progress
 from headstart.errors import UsageError
@@ -27,7 +29,7 @@ def run(options: ExportOptions, progress: Progress = no_progress) -> Report:
     check_target(options.out, True, [each for each in sources if each])
     plan = export(request)
     size = write_plan(plan, options.out, progress)
-    use = plan.use.format(out=options.out)
+    use = plan.use.format(out=shlex.quote(str(options.out)), path=options.out)
     data = {"out": str(options.out), "to": to, "bytes": size, "use": use, "notes": plan.notes, **plan.data}
     notes = [f"note: {note}" for note in plan.notes]
     return Report(True, data, [f"{options.out}: {size / 1e6:.0f} MB", *notes, f"use it with: {use}"])

@@ -174,9 +174,10 @@ def test_norms_of_eagle_3_1_go_along(trunk_gguf: Path, eagle3: Path, tmp_path: P
 def test_the_verifier_is_found_from_any_folder(eagle3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = support.write_model(tmp_path / "model", *support.family_of("llama").tiny())
     monkeypatch.chdir(tmp_path)
-    report = run(ExportOptions(model="model", head=eagle3, to="speculators", out=tmp_path / "out"))
-    verifier = json.loads((tmp_path / "out" / "config.json").read_text())["speculators_config"]["verifier"]
-    assert verifier["name_or_path"] == str(model.resolve()) and report.data["use"] == f"vllm serve {tmp_path / 'out'}"
+    report = run(ExportOptions(model="model", head=eagle3, to="speculators", out=tmp_path / "an out"))
+    verifier = json.loads((tmp_path / "an out" / "config.json").read_text())["speculators_config"]["verifier"]
+    assert verifier["name_or_path"] == str(model.resolve())
+    assert report.data["use"] == f"vllm serve '{tmp_path / 'an out'}'"
 
 
 def test_an_eagle3_head_as_llama_cpp_wants_it(trunk_gguf: Path, eagle3: Path, tmp_path: Path) -> None:

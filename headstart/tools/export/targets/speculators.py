@@ -28,7 +28,7 @@ MODULE = "mtp.0."  # canonical prefix; speculators uses MiMo's names for the par
 LAYER = "layers.0."
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
 SERVE = "vllm serve {out}"
-FINETUNE = "speculators: MTPDraftModel.from_pretrained('{out}')"
+FINETUNE = "speculators: MTPDraftModel.from_pretrained('{path}')"
 NORMS = ("norm_before_fc", "fc_norm", "norm_output")  # keys of EAGLE-3.1
 OUTSIDE = (
     "architectures", "model_type", "headstart", TAPS, "target_hidden_size",
