@@ -22,6 +22,8 @@ from headstart.stats import DraftStats as DraftStats
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 Float32 = NDArray[np.float32]
+Float64 = NDArray[np.float64]
+Bytes = NDArray[np.uint8]
 Mask = NDArray[np.uint32]
 """Allowed-token mask: bit v % 32 of word v // 32 is token v. Shape [ceil(V / 32)], or [L, ceil(V / 32)] for L rows."""
 FinishReason = Literal["stop", "length", "abort", "error"]

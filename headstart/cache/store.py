@@ -25,13 +25,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from headstart.core import Bytes
 from headstart.errors import UsageError
 from headstart.files import read_regular
 
 Tier = Literal["ram", "disk"]
-Bytes = NDArray[np.uint8]
 log = logging.getLogger("headstart.cache")
 
 MAGIC = b"headstart kv 1\n\0"

@@ -15,10 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.core import Draft, TokenLogprob, VerifyResult
+from headstart.core import Draft, Float64, TokenLogprob, VerifyResult
 from headstart.kernels import philox
-
-Float64 = NDArray[np.float64]
 
 
 def verify_exact(draft: Seq[int], targets: Seq[int], logprobs: Seq[TokenLogprob | None] = ()) -> VerifyResult:

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart import exact
+from headstart.core import Bytes
 from headstart.errors import ModelError
 from headstart.formats.grouped import layout_of, values as grouped_values
 from headstart.placeholder import DOWNLOAD
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from headstart.text.chat import ChatTemplate
     from headstart.text.tokenizer import Tokenizer
 
-Bytes = NDArray[np.uint8]
 
 ITEM_BYTES: Mapping[str, int] = {
     "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,

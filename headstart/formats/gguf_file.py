@@ -12,8 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from headstart.core import Bytes
 from headstart.errors import ModelError
-from headstart.formats.base import Bytes, File, Tensor, map_file
+from headstart.formats.base import File, Tensor, map_file
 from headstart.formats.safetensors_file import AGAIN
 from headstart.placeholder import FIRST_BYTES, placeholder_error
 

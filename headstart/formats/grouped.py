@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Bytes = NDArray[np.uint8]
-Floats = NDArray[np.float32]
+from headstart.core import Bytes, Float32
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 NF4 = np.array(
@@ -93,7 +92,7 @@ def joined(layout: Layout, codes: Bytes, scales: NDArray[Any], points: Any = Non
     return out
 
 
-def split(layout: Layout, rows: Bytes, e4m3: Floats) -> tuple[Bytes, Floats, Bytes | None]:
+def split(layout: Layout, rows: Bytes, e4m3: Float32) -> tuple[Bytes, Float32, Bytes | None]:
     """Decode rows of a layout: codes [n, units, bytes], scales [n, units] times the row's factor, and zero points
     [n, units] or None. `e4m3`: float32 [256], the value of each E4M3 code."""
     body = rows[:, layout.head_bytes :].reshape(len(rows), -1, layout.unit_bytes)
@@ -104,7 +103,7 @@ def split(layout: Layout, rows: Bytes, e4m3: Floats) -> tuple[Bytes, Floats, Byt
     return body[..., layout.scale_bytes + layout.has_points :], scales, points
 
 
-def values(layout: Layout, rows: Bytes, columns: int, e4m3: Floats) -> Floats:
+def values(layout: Layout, rows: Bytes, columns: int, e4m3: Float32) -> Float32:
     """The values of rows of a layout, [n, columns]; `e4m3` as in `split`."""
     codes, scales, points = split(layout, rows, e4m3)
     if layout.code_bytes < layout.group:
@@ -121,7 +120,7 @@ def values(layout: Layout, rows: Bytes, columns: int, e4m3: Floats) -> Floats:
     return found.reshape(len(rows), -1)[:, :columns]
 
 
-def _scales(layout: Layout, stored: Bytes, e4m3: Floats) -> Floats:
+def _scales(layout: Layout, stored: Bytes, e4m3: Float32) -> Float32:
     """Scales of stored bytes [n, units, bytes], float32 [n, units]."""
     numbers = stored.view(_SCALE_TYPES[layout.scale])[..., 0]
     if layout.scale == "E4M3":

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headstart.core import Int64
 from headstart.errors import ModelError
 from headstart.formats.base import Tensor, make_tensor
 from headstart.formats.grouped import Layout, joined, layout_of
 from headstart.formats.rows import Deferred
 
 BLOCK, GROUP = 32, 64
-Rows = NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,7 +26,7 @@ class Integers:
     [columns]. Raises ModelError for scales that are not finite, and for columns of a missing group."""
 
     name: str
-    codes: Callable[[Rows], NDArray[np.int32]]
+    codes: Callable[[Int64], NDArray[np.int32]]
     zeros: NDArray[np.int32]
     scales: NDArray[np.float32]
     groups: NDArray[np.int64]
@@ -79,14 +79,14 @@ class Integers:
                 return "F16"
         return "F32" if (np.ascontiguousarray(self.scales).view(np.uint32) & 0xFFFF).any() else "BF16"
 
-    def centered(self, rows: Rows) -> NDArray[np.int32]:
+    def centered(self, rows: Int64) -> NDArray[np.int32]:
         """Codes minus their zero points, [n, columns]."""
         return np.asarray(self.codes(rows) - self.zeros[rows][:, self.groups])
 
-    def values(self, rows: Rows) -> NDArray[np.float32]:
+    def values(self, rows: Int64) -> NDArray[np.float32]:
         return np.asarray(self.centered(rows) * self.scales[rows][:, self.groups], np.float32)
 
-    def raw(self, rows: Rows) -> NDArray[np.uint8]:
+    def raw(self, rows: Int64) -> NDArray[np.uint8]:
         """Rows encoded as `dtype`, uint8 [n, bytes of a row]."""
         if self.dtype in ("F16", "F32"):
             return self.values(rows).astype(np.float16 if self.dtype == "F16" else np.float32).view(np.uint8)
@@ -101,7 +101,7 @@ class Integers:
             body = codes.astype(np.int8).view(np.uint8)
         return np.concatenate((scales, body), axis=-1).reshape(len(rows), -1)
 
-    def _grouped(self, rows: Rows, layout: Layout) -> NDArray[np.uint8]:
+    def _grouped(self, rows: Int64, layout: Layout) -> NDArray[np.uint8]:
         of = self.groups[:: layout.group]
         scales: NDArray[Any] = np.ascontiguousarray(self.scales[rows][:, of])
         if layout.scale == "BF16":
@@ -132,7 +132,7 @@ class Regrouped(Deferred):
     def fingerprint(self) -> int:
         return self.main.fingerprint()
 
-    def take_rows(self, rows: Rows) -> Tensor:
+    def take_rows(self, rows: Int64) -> Tensor:
         raw = self.make().raw(np.asarray(rows))
         return make_tensor(self.name, (len(rows), self.shape[1]), self.dtype, np.ascontiguousarray(raw).reshape(-1))
 

@@ -38,10 +38,11 @@ from itertools import accumulate
 
 import numpy as np
 
+from headstart.core import Float32
 from headstart.errors import ModelError, UsageError
 from headstart.formats.sizes import Sizes, Unknown
 from headstart.heads.base import BlockSpec, HeadSpec
-from headstart.heads.kind import HeadKind, Start, Training, Values, plain_parts, published_layer, random_weights
+from headstart.heads.kind import HeadKind, Start, Training, plain_parts, published_layer, random_weights
 from headstart.heads.layouts import reading
 from headstart.heads.published import (
     DeclaredShapes,
@@ -531,7 +532,7 @@ def trained_spec(layers: int, depth: int) -> HeadSpec:
     return HeadSpec(kind="block", tap=tuple(taps.tolist()), block=block)
 
 
-def initial(start: Start, spec: HeadSpec) -> dict[str, Values]:
+def initial(start: Start, spec: HeadSpec) -> dict[str, Float32]:
     """Random weights: small in matrices that add to the residual stream, zeros in Markov and confidence heads."""
     rng, block = np.random.default_rng(0), spec.block
     assert block

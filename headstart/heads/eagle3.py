@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from headstart.config import MAX_DEPTH
+from headstart.core import Float32
 from headstart.errors import ModelError, UsageError
 from headstart.formats.base import Tensor, make_tensor
 from headstart.formats.sizes import Sizes
@@ -34,7 +35,6 @@ from headstart.heads.kind import (
     HeadKind,
     Start,
     Training,
-    Values,
     build_further,
     further_shapes,
     plain_block,
@@ -371,7 +371,7 @@ def trained_spec(layers: int, depth: int) -> HeadSpec:
     return HeadSpec(kind="eagle3", tap=tap, recycle="pre_norm")
 
 
-def initial(start: Start, spec: HeadSpec) -> dict[str, Values]:
+def initial(start: Start, spec: HeadSpec) -> dict[str, Float32]:
     """Initial weights: random matrices; norms and biases of the trunk's last block."""
     width = len(start.norm)
     first = random_weights(np.random.default_rng(0), shapes(spec, width), start.layer)

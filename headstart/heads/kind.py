@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart import registry
+from headstart.core import Float32
 from headstart.errors import ModelError, UsageError
 from headstart.heads.base import MAX_LAYERS, HeadSpec
 from headstart.heads.published import Document, DrafterFormat
@@ -23,8 +24,7 @@ from headstart.layers.mlp import MLPConfig
 from headstart.layers.rope import rope_base, rope_spec
 from headstart.layers.weights import Shapes, Weights
 
-Values = NDArray[np.float32]
-NO_VECTORS: Mapping[str, Values] = {}
+NO_VECTORS: Mapping[str, Float32] = {}
 DEFAULT_HEAD_DIM, DEFAULT_KV_HEADS, DEFAULT_INNER = 128, 8, 3
 """Sizes of a new head's block if the trunk has no attention or MLP to copy them from: features of an attention head, KV
 heads (both reduced to divisors), MLP size as a multiple of the hidden size."""
@@ -49,19 +49,19 @@ class HeadCheckpoint:
 class Start:
     """Parts of the trunk from which a new head is initialized."""
 
-    norm: Values  # [H] the trunk's final norm; a constant that gives small logits if `layer` is empty
+    norm: Float32  # [H] the trunk's final norm; a constant that gives small logits if `layer` is empty
     scale: float  # rms of the stream that the trunk's last layer reads; 1 if `layer` is empty
     # norms and biases of that layer, by their names in a block; empty if the new head's block has another form
-    layer: Mapping[str, Values]
+    layer: Mapping[str, Float32]
 
 
 def random_weights(
-    rng: np.random.Generator, shapes: Shapes, layer: Mapping[str, Values] = NO_VECTORS, divisor: float = 1.0
-) -> dict[str, Values]:
+    rng: np.random.Generator, shapes: Shapes, layer: Mapping[str, Float32] = NO_VECTORS, divisor: float = 1.0
+) -> dict[str, Float32]:
     """Initial weights by name. Matrices: normal with standard deviation 1 / sqrt(columns), drawn in the order of
     `shapes`; those that add to the residual stream are divided by `divisor`. Vectors: copies from `layer`, else ones
     (norms) or zeros (biases)."""
-    first: dict[str, Values] = {}
+    first: dict[str, Float32] = {}
     for name, shape in shapes.items():
         if len(shape) == 1:
             vector = layer.get(name.partition("block.")[2])
@@ -78,7 +78,7 @@ class Training:
     """How a kind of head is trained."""
 
     spec: Callable[[int, int], HeadSpec]  # (layers of the trunk, draft steps) -> spec
-    initial: Callable[[Start, HeadSpec], dict[str, Values]]  # first weights, under canonical names
+    initial: Callable[[Start, HeadSpec], dict[str, Float32]]  # first weights, under canonical names
     depth: int = 3  # default number of draft steps
     stacks: bool = False  # a head may have one module for each draft step
     # (`plain_layer`, hidden size) -> the head's block

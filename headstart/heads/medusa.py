@@ -17,11 +17,12 @@ from pathlib import Path
 
 import numpy as np
 
+from headstart.core import Float32
 from headstart.errors import ModelError
 from headstart.formats.base import Tensor
 from headstart.formats.sizes import Sizes, Unknown
 from headstart.heads.base import MAX_LAYERS, MAX_MODULES, HeadSpec
-from headstart.heads.kind import HeadCheckpoint, HeadKind, Start, Training, Values, checked_draft_ids
+from headstart.heads.kind import HeadCheckpoint, HeadKind, Start, Training, checked_draft_ids
 from headstart.heads.published import DeclaredShapes, Document, DrafterFormat, Present
 from headstart.kernels.ops import Buffer, Ops, Pool, StepInputs
 from headstart.layers.linear import Linear, LMHead
@@ -68,7 +69,7 @@ def shapes(spec: HeadSpec, hidden: int) -> Shapes:
     return {f"{name}.weight": (hidden, hidden) for name in names} | {f"{name}.bias": (hidden,) for name in names}
 
 
-def initial(start: Start, spec: HeadSpec) -> dict[str, Values]:
+def initial(start: Start, spec: HeadSpec) -> dict[str, Float32]:
     """Zeros, as in the paper: each head at first predicts the trunk's next token."""
     return {name: np.zeros(shape, np.float32) for name, shape in shapes(spec, len(start.norm)).items()}
 

@@ -12,9 +12,10 @@ from functools import partial
 
 import numpy as np
 
+from headstart.core import Float32
 from headstart.formats.sizes import Sizes
 from headstart.heads.base import FIRST_PAIR_POSITION, HeadSpec
-from headstart.heads.kind import HeadKind, Start, Training, Values, random_weights
+from headstart.heads.kind import HeadKind, Start, Training, random_weights
 from headstart.heads.published import DeclaredShapes, DrafterFormat, Present
 from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, StepInputs
 from headstart.layers.decoder import DecoderLayer, LayerConfig
@@ -127,7 +128,7 @@ LAST = ("self_attn.gate_proj", "mlp.", "q_norm", "k_norm", "norm_embedding", "no
 tensor gets and how gradients are summed."""
 
 
-def initial(start: Start, spec: HeadSpec) -> dict[str, Values]:
+def initial(start: Start, spec: HeadSpec) -> dict[str, Float32]:
     """Initial weights: random matrices; norms from the trunk's last layer and the rms of its input (`Start`)."""
 
     def order(name: str) -> tuple[int, int]:

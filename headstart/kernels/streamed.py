@@ -14,14 +14,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.core import StepPlan
+from headstart.core import Float32, StepPlan
 from headstart.formats.base import ITEM_BYTES, make_tensor
 from headstart.kernels.ops import Backend, Buffer, Experts, Ops, RawTensor, RouterSpec, StepInputs
 from headstart.kernels.specs import NGramSpec
 
-Array = NDArray[np.float32]
 Code = Callable[[Any, StepInputs, Mapping[str, Buffer]], Mapping[str, Buffer]]
 """Program code over named inputs [R, width]."""
+Inputs = Mapping[str, Float32]
+SeparateOp = Callable[[Inputs, StepPlan], Float32]
 ROUTED_WIDTH = 32  # rows of the matrices with which routing weights are found; a size that all backends take
 
 
@@ -47,7 +48,7 @@ class LazyTensor:
     def fingerprint(self) -> int:
         return self.read().fingerprint()
 
-    def float32(self) -> Array:
+    def float32(self) -> Float32:
         return self.read().float32()
 
     def take_rows(self, rows: NDArray[np.int64]) -> "LazyTensor":
@@ -106,7 +107,7 @@ class LazyWeight:
 class _SeparateOp(Exception):  # control flow: recording ends here
     """Raised at an op that `compute` runs separately, on the results `needed`."""
 
-    def __init__(self, needed: Mapping[str, Buffer], compute: Callable[[Mapping[str, Array], StepPlan], Array]) -> None:
+    def __init__(self, needed: Mapping[str, Buffer], compute: SeparateOp) -> None:
         super().__init__()
         self.needed, self.compute = needed, compute
 
@@ -142,9 +143,9 @@ class StreamedBackend:
             self._loaded[weight] = weight.load(self.inner)
         return self._loaded[weight]
 
-    def run_once(self, code: Code, plan: StepPlan, inputs: Mapping[str, Array]) -> dict[str, Array]:
+    def run_once(self, code: Code, plan: StepPlan, inputs: Mapping[str, Float32]) -> dict[str, Float32]:
         """Records and runs a program on `inputs` [R, width]; returns copies of its results."""
-        done: list[Array] = []
+        done: list[Float32] = []
         while True:
             separate: list[_SeparateOp] = []
             results = self._run(code, plan, inputs, done, separate)
@@ -153,8 +154,8 @@ class StreamedBackend:
             done.append(separate[0].compute(results, plan))
 
     def _run(
-        self, code: Code, plan: StepPlan, inputs: Mapping[str, Array], done: list[Array], separate: list[_SeparateOp]
-    ) -> dict[str, Array]:
+        self, code: Code, plan: StepPlan, inputs: Inputs, done: list[Float32], separate: list[_SeparateOp]
+    ) -> dict[str, Float32]:
         arrays = [*inputs.values(), *done]
         widths = [each.shape[1] for each in arrays]
 
@@ -180,7 +181,7 @@ class StreamedBackend:
         outputs = self.inner.run(handle, plan, hidden_pool=pool)
         return {name: np.array(self.inner.numpy(each), np.float32) for name, each in outputs.items()}
 
-    def rows_of(self, table: LazyWeight, ids: NDArray[np.integer]) -> Array:
+    def rows_of(self, table: LazyWeight, ids: NDArray[np.integer]) -> Float32:
         """Ops.embed of ids [n], reading only their rows of the table."""
         used, places = np.unique(ids, return_inverse=True)
         rows = table.rows(used.astype(np.int64)).load(self.inner)
@@ -188,8 +189,8 @@ class StreamedBackend:
         return self.run_once(lambda ops, step, _: {"rows": ops.embed(rows, step.token_ids)}, plan, {})["rows"]
 
     def mixture(
-        self, x: Array, logits: Array, bias: Any, experts: Experts, spec: RouterSpec, table: Any, plan: StepPlan
-    ) -> Array:
+        self, x: Float32, logits: Float32, bias: Any, experts: Experts, spec: RouterSpec, table: Any, plan: StepPlan
+    ) -> Float32:
         """Ops.moe, one expert after the other. x [R, in], logits [R, E] -> [R, out]."""
         weights = self._routing(logits, bias, spec, table, plan)
         total = np.zeros((len(x), experts.down[0].tensor.shape[0]), np.float32)
@@ -203,7 +204,7 @@ class StreamedBackend:
             total[rows] = total[rows] + factors * self._expert(experts, index, chosen)
         return (total + sums[:, -1:] * x).astype(np.float32) if spec.num_identity else total
 
-    def _routing(self, logits: Array, bias: Any, spec: RouterSpec, table: Any, plan: StepPlan) -> Array:
+    def _routing(self, logits: Float32, bias: Any, spec: RouterSpec, table: Any, plan: StepPlan) -> Float32:
         """Weights of the experts [R, matrices + 1], 0 where a row is not routed to; last, the sum over identity
         experts. Found by `moe` itself with experts that return unit vectors."""
         count = spec.num_matrices
@@ -227,11 +228,11 @@ class StreamedBackend:
         found = self.run_once(code, plan, {"ones": ones, "logits": logits})["weights"]
         return np.hstack((found[:, :count], found[:, -1:]))
 
-    def _constant(self, values: Array) -> Any:
+    def _constant(self, values: Float32) -> Any:
         tensor = make_tensor("unit", values.shape, "F32", np.ascontiguousarray(values).reshape(-1).view(np.uint8))
         return self.inner.weight(tensor, precise=True)
 
-    def _expert(self, experts: Experts, index: int, x: Array) -> Array:
+    def _expert(self, experts: Experts, index: int, x: Float32) -> Float32:
         """One expert's output for rows x [R, in] -> [R, out]."""
         names = ("gate", "up", "down", "gate_bias", "up_bias", "down_bias")
         lists = {name: getattr(experts, name) for name in names}
@@ -268,7 +269,7 @@ class StreamedOps:
         if not isinstance(table, LazyWeight):
             return self._ops.embed_ngrams(table, last, spec)
 
-        def compute(results: Mapping[str, Array], plan: StepPlan) -> Array:
+        def compute(results: Mapping[str, Float32], plan: StepPlan) -> Float32:
             rows = np.stack(spec.rows(results["last"].astype(np.int64)), axis=1)
             return self._backend.rows_of(table, rows.reshape(-1)).reshape(len(rows), -1)
 
@@ -287,7 +288,7 @@ class StreamedOps:
         )
 
     def _result(
-        self, needed: Mapping[str, Buffer], compute: Callable[[Mapping[str, Array], StepPlan], Array]
+        self, needed: Mapping[str, Buffer], compute: Callable[[Mapping[str, Float32], StepPlan], Float32]
     ) -> Buffer:
         result = next(self._done, None)
         if result is None:

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from headstart.core import Float32
 from headstart.kernels.ops import Buffer, Ops, Weight
 
-Array = NDArray[np.float32]
 SHRINK = 0.3
 """Ridge: share of its second moment added to each feature's, since few states estimate covariances badly."""
 
@@ -85,7 +84,7 @@ class LMHead(Protocol):
         """[R, H] -> [R, V]."""
 
 
-def sketch_directions(rows: Array, states: Array, dims: int) -> tuple[Array, Array]:
+def sketch_directions(rows: Float32, states: Float32, dims: int) -> tuple[Float32, Float32]:
     """P and B [dims, H] from some rows of the LM head [n, H] and some hidden states [m, H]; the first k of either are
     those of a smaller sketch. Raises LinAlgError where the states have no second moments (NaN, all zero)."""
     moments = states.T @ states / len(states)

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headstart.core import SamplingRows, StepPlan
+from headstart.core import Int32, SamplingRows, StepPlan
 from headstart.kernels.cuda.device import HostCopy, copy_to_device
 from headstart.kernels.cuda.kernels import sampling as kernels
 from headstart.kernels.cuda.plan import DevicePlan, PlanShape, bucket_of
@@ -33,7 +33,6 @@ fixed number of accepted tokens (-1: none fixed); index of its first sample; pos
 is accepted; tokens to draft; rows of the first pass before the verified ones."""
 MAX_LOGIT = 80.0  # bound of a confidence logit, beyond which e^x overflows (as in csrc/chain.cpp)
 MAX_GRAPHS = 32  # recorded graphs per draft loop; the oldest is dropped
-Controls = NDArray[np.int32]
 Drafts = list[tuple[list[int], list[float]]]
 
 
@@ -67,8 +66,8 @@ class DraftInputs:
 
     plan: StepPlan  # of the first pass
     step: StepPlan  # of later steps, with one row per sequence
-    controls: Controls  # [7, S]
-    drafted: Controls  # [S, MAX_VERIFIED] drafted tokens to verify
+    controls: Int32  # [7, S]
+    drafted: Int32  # [S, MAX_VERIFIED] drafted tokens to verify
     logit_rows: NDArray[np.int64]  # [D, S] with is_block: the row of the first pass's logits for each step
     rows: SamplingRows
     draws: Tensor | None  # [L, 1] samples to verify against

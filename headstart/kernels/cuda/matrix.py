@@ -15,12 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from headstart.config import Quantization
+from headstart.core import Bytes
 from headstart.formats.base import Tensor as FileTensor, e4m3_table
 from headstart.formats.grouped import LEVELS as LEVEL_LISTS, Layout, layout_of, split
 from headstart.kernels.cuda.device import CudaDevice, explain_out_of_memory
 from headstart.kernels.ops import RawTensor
-
-Raw = NDArray[np.uint8]
 
 
 @dataclass(frozen=True)
@@ -41,22 +40,22 @@ class Unpacked:
     wide: bool = False  # bfloat16 cannot hold the codes or levels exactly
 
 
-def _half(raw: Raw) -> NDArray[np.float32]:
+def _half(raw: Bytes) -> NDArray[np.float32]:
     """float16 [..., 2 n bytes] -> float32 [..., n]."""
     return np.ascontiguousarray(raw).view(np.float16).astype(np.float32)
 
 
-def _blocks(raw: Raw, size: int) -> Raw:
+def _blocks(raw: Bytes, size: int) -> Bytes:
     """Bytes [n, bytes of a row] -> [n, blocks, size]."""
     return raw.reshape(len(raw), -1, size)
 
 
-def _nibbles(raw: Raw) -> Raw:
+def _nibbles(raw: Bytes) -> Bytes:
     """Bytes [..., n] -> their low nibbles, then their high nibbles, [..., 2 n]."""
     return np.asarray(np.concatenate((raw & 15, raw >> 4), axis=-1), np.uint8)
 
 
-def _pack_nibbles(codes: Raw) -> Raw:
+def _pack_nibbles(codes: Bytes) -> Bytes:
     """4-bit codes [n, ...] -> two per byte [n, K / 2]."""
     flat = codes.reshape(len(codes), -1)
     return np.asarray(flat[:, ::2] | (flat[:, 1::2] << 4), np.uint8)
@@ -66,46 +65,46 @@ def _flat(values: NDArray[Any]) -> NDArray[Any]:
     return values.reshape(len(values), -1)
 
 
-def _bit_planes(raw: Raw, count: int) -> Raw:
+def _bit_planes(raw: Bytes, count: int) -> Bytes:
     """The lowest `count` bits of each byte, [..., n] -> [..., count * n]: all first bits, then all second bits, ..."""
     return np.asarray(np.concatenate([(raw >> i) & 1 for i in range(count)], axis=-1), np.uint8)
 
 
-def q4_0(raw: Raw, columns: int) -> Unpacked:
+def q4_0(raw: Bytes, columns: int) -> Unpacked:
     blocks = _blocks(raw, 18)
     codes = _pack_nibbles(_nibbles(blocks[..., 2:]))
     return Unpacked(codes, 32, _flat(_half(blocks[..., :2])), zero=8, packed=True)
 
 
-def q4_1(raw: Raw, columns: int) -> Unpacked:
+def q4_1(raw: Bytes, columns: int) -> Unpacked:
     blocks = _blocks(raw, 20)
     codes = _pack_nibbles(_nibbles(blocks[..., 4:]))
     return Unpacked(codes, 32, _flat(_half(blocks[..., :2])), _flat(_half(blocks[..., 2:4])), packed=True)
 
 
-def _fifth_bits(bits: Raw) -> Raw:
+def _fifth_bits(bits: Bytes) -> Bytes:
     """32 bits [..., 4] -> 16 where the bit is set, [..., 32]."""
     return np.asarray(np.unpackbits(np.ascontiguousarray(bits), axis=-1, bitorder="little") << 4, np.uint8)
 
 
-def q5_0(raw: Raw, columns: int) -> Unpacked:
+def q5_0(raw: Bytes, columns: int) -> Unpacked:
     blocks = _blocks(raw, 22)
     codes = (_nibbles(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])).astype(np.int8) - np.int8(16)
     return Unpacked(_flat(codes), 32, _flat(_half(blocks[..., :2])))
 
 
-def q5_1(raw: Raw, columns: int) -> Unpacked:
+def q5_1(raw: Bytes, columns: int) -> Unpacked:
     blocks = _blocks(raw, 24)
     codes = _nibbles(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])
     return Unpacked(_flat(codes), 32, _flat(_half(blocks[..., :2])), _flat(_half(blocks[..., 2:4])))
 
 
-def q8_0(raw: Raw, columns: int) -> Unpacked:
+def q8_0(raw: Bytes, columns: int) -> Unpacked:
     blocks = _blocks(raw, 34)
     return Unpacked(_flat(blocks[..., 2:].view(np.int8)), 32, _flat(_half(blocks[..., :2])))
 
 
-def _six_bit_scales(raw: Raw) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+def _six_bit_scales(raw: Bytes) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Eight 6-bit scales and eight 6-bit minima from 12 bytes [..., 12]."""
     first, second, high = raw[..., :4], raw[..., 4:8], raw[..., 8:]
     scales = np.concatenate((first & 63, (high & 15) | (first >> 6) << 4), axis=-1)
@@ -113,25 +112,25 @@ def _six_bit_scales(raw: Raw) -> tuple[NDArray[np.float32], NDArray[np.float32]]
     return scales.astype(np.float32), lows.astype(np.float32)
 
 
-def _block_scales(blocks: Raw) -> tuple[NDArray[Any], NDArray[Any]]:
+def _block_scales(blocks: Bytes) -> tuple[NDArray[Any], NDArray[Any]]:
     """Scales and offsets [n, U] of K-quant blocks that begin with d, dmin and 12 bytes of scales."""
     scales, lows = _six_bit_scales(blocks[..., 4:16])
     return _flat(_half(blocks[..., :2]) * scales), _flat(-_half(blocks[..., 2:4]) * lows)
 
 
-def q4_k(raw: Raw, columns: int) -> Unpacked:
+def q4_k(raw: Bytes, columns: int) -> Unpacked:
     blocks = _blocks(raw, 144)
     codes = _nibbles(blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32))
     return Unpacked(_pack_nibbles(_flat(codes)), 32, *_block_scales(blocks), packed=True)
 
 
-def q5_k(raw: Raw, columns: int) -> Unpacked:
+def q5_k(raw: Bytes, columns: int) -> Unpacked:
     blocks = _blocks(raw, 176)
     low = _nibbles(blocks[..., 48:].reshape(*blocks.shape[:2], 4, 32)).reshape(*blocks.shape[:2], -1)
     return Unpacked(_flat(low | _bit_planes(blocks[..., 16:48], 8) << 4), 32, *_block_scales(blocks))
 
 
-def q6_k(raw: Raw, columns: int) -> Unpacked:
+def q6_k(raw: Bytes, columns: int) -> Unpacked:
     """GGUF's Q6_K blocks as int8 codes and one scale for 16 columns, when a weight goes to the GPU."""
     blocks = _blocks(raw, 210)
     shape = (*blocks.shape[:2], 2, -1)  # two halves of 128 weights each
@@ -142,7 +141,7 @@ def q6_k(raw: Raw, columns: int) -> Unpacked:
     return Unpacked(_flat(codes), 16, _flat(scales))
 
 
-BLOCKS: Mapping[str, Callable[[Raw, int], Unpacked]] = {
+BLOCKS: Mapping[str, Callable[[Bytes, int], Unpacked]] = {
     "Q4_0": q4_0, "Q4_1": q4_1, "Q5_0": q5_0, "Q5_1": q5_1, "Q8_0": q8_0, "Q4_K": q4_k, "Q5_K": q5_k, "Q6_K": q6_k,
 }  # fmt: skip
 """GGUF types that keep about their own size; other types become floats."""

@@ -11,13 +11,11 @@ from itertools import pairwise
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from headstart.core import StateSteps, StepPlan
+from headstart.core import Int32, StateSteps, StepPlan
 from headstart.kernels.cuda.device import copy_to_device
 
-Ints = NDArray[np.int32]
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 """Row counts of padded passes; beyond the last, its multiples."""
 MIN_BLOCKS = 64  # width of a block table, at least
@@ -56,7 +54,7 @@ class PlanShape:
         return self.blocks * self.block_size
 
 
-def plan_arrays(plan: StepPlan, shape: PlanShape) -> dict[str, Ints]:
+def plan_arrays(plan: StepPlan, shape: PlanShape) -> dict[str, Int32]:
     """The integer arrays that kernels read, padded to `shape`."""
     rows = shape.rows
     sequences = np.repeat(np.arange(len(plan.block_tables), dtype=np.int32), np.diff(plan.row_starts))
@@ -82,7 +80,7 @@ def plan_arrays(plan: StepPlan, shape: PlanShape) -> dict[str, Ints]:
     return arrays if plan.states is None else arrays | state_arrays(plan, plan.states, sequences, shape)
 
 
-def state_arrays(plan: StepPlan, steps: StateSteps, sequences: Ints, shape: PlanShape) -> dict[str, Ints]:
+def state_arrays(plan: StepPlan, steps: StateSteps, sequences: Int32, shape: PlanShape) -> dict[str, Int32]:
     """StateSteps for kernels: arrays per sequence, per store, and where each row is kept (owner -1: not kept)."""
     rows, places = shape.rows, plan.positions - steps.keeps[sequences]
     arrays = {
@@ -102,18 +100,18 @@ def state_arrays(plan: StepPlan, steps: StateSteps, sequences: Ints, shape: Plan
     return arrays
 
 
-def _padded_with_last(values: Ints, size: int) -> Ints:
+def _padded_with_last(values: Int32, size: int) -> Int32:
     """Pad with the last value."""
     return np.pad(values, (0, size - len(values)), mode="edge").astype(np.int32)
 
 
-def _padded(values: Ints, size: int, fill: int = 0) -> Ints:
+def _padded(values: Int32, size: int, fill: int = 0) -> Int32:
     out = np.full(size, fill, np.int32)
     out[: len(values)] = values
     return out
 
 
-def row_tiles(plan: StepPlan, shape: PlanShape, rows_per_tile: int) -> tuple[Ints, Ints]:
+def row_tiles(plan: StepPlan, shape: PlanShape, rows_per_tile: int) -> tuple[Int32, Int32]:
     """(first rows [R], row counts [R]) of attention tiles, each within one sequence; unused tiles have 0 rows. Rows
     with paths get a tile each."""
     max_rows = 1 if plan.paths else rows_per_tile
@@ -175,7 +173,7 @@ class DevicePlan:
         return self.ints[name]
 
 
-def _join(arrays: Mapping[str, Ints]) -> Ints:
+def _join(arrays: Mapping[str, Int32]) -> Int32:
     whole = np.zeros(sum(_aligned_size(array) for array in arrays.values()), np.int32)
     at = 0
     for array in arrays.values():
@@ -184,6 +182,6 @@ def _join(arrays: Mapping[str, Ints]) -> Ints:
     return whole
 
 
-def _aligned_size(array: Ints) -> int:
+def _aligned_size(array: Int32) -> int:
     """Size rounded up to 16 bytes: kernels are specialized on alignment, which must not depend on the plan."""
     return -(-array.size // ALIGNED_INTS) * ALIGNED_INTS

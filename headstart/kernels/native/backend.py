@@ -55,7 +55,6 @@ from headstart.kernels.native.program import record
 from headstart.kernels.ops import KVSpec, Program as Code, RawTensor
 from headstart.kernels.specs import CompressSpec, StateSpec
 
-Array = NDArray[np.float32]
 SlotPool = KVPool | RowPool | HiddenPool | StatePool
 _instances: "WeakSet[NativeBackend]" = WeakSet()
 _leaked_pools: list[ThreadPool] = []
@@ -109,7 +108,7 @@ class NativeBackend:
         ):
             self.threads = other.threads
 
-    def weight(self, tensor: RawTensor, *, drafts: bool = False, precise: bool = False) -> Matrix | Array:
+    def weight(self, tensor: RawTensor, *, drafts: bool = False, precise: bool = False) -> Matrix | Float32:
         """A float32 vector or a packed matrix. Draft-only weights become int4: half of int8's time for 1 % of the
         acceptance length (docs/LOG.md)."""
         if len(tensor.shape) == 1:
@@ -196,23 +195,23 @@ class NativeBackend:
         return f"{self.name} {self.bits} {self.quantization} {self._kv_format}"
 
     def run(
-        self, handle: Program, plan: StepPlan, *, hidden_pool: HiddenPool | None = None, hidden: Array | None = None
-    ) -> Mapping[str, Array]:
+        self, handle: Program, plan: StepPlan, *, hidden_pool: HiddenPool | None = None, hidden: Float32 | None = None
+    ) -> Mapping[str, Float32]:
         for each in self._caches:
             each.check()
         return handle.run(self.threads, self.arena, plan, hidden_pool, hidden)
 
-    def rows(self, x: Array, rows: NDArray[np.int32]) -> Array:
+    def rows(self, x: Float32, rows: NDArray[np.int32]) -> Float32:
         return x[rows]
 
-    def buffer(self, values: Array) -> Array:
+    def buffer(self, values: Float32) -> Float32:
         return np.ascontiguousarray(values, np.float32)
 
-    def numpy(self, x: Array) -> Array:
+    def numpy(self, x: Float32) -> Float32:
         return x
 
     def sample(
-        self, logits: Array, rows: SamplingRows, *, vocab_size: int, token_ids: NDArray[np.int64] | None = None,
+        self, logits: Float32, rows: SamplingRows, *, vocab_size: int, token_ids: NDArray[np.int64] | None = None,
         keep_probs: bool = False,
     ) -> Sampled:  # fmt: skip
         return sample(
@@ -226,7 +225,7 @@ class NativeBackend:
         programs, before = [step for step, _ in steps], [rows for _, rows in steps]
         return NativeDraftLoop(self, Chain(self.path, programs, before, is_block, vocab_size, token_ids))
 
-    def logprobs(self, logits: Array, tokens: NDArray[np.int64], num_top: int) -> list[TokenLogprob]:
+    def logprobs(self, logits: Float32, tokens: NDArray[np.int64], num_top: int) -> list[TokenLogprob]:
         return logprobs(self.threads, self.path, logits, tokens, num_top)
 
     def profile(self, handle: Program, on: bool) -> None:

@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart import hub
+from headstart.core import Bytes
 from headstart.errors import CapacityError, ModelError
-from headstart.formats.base import Bytes, Tensor, ends_crc
+from headstart.formats.base import Tensor, ends_crc
 from headstart.kernels.native._native import Matrix, ThreadPool, dequantize_into, matrix_bytes, pack_rows, source_form
 from headstart.kernels.ops import RawTensor
 from headstart.version import __version__

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from headstart.core import Float32
 from headstart.kernels import specs
 from headstart.kernels.native._native import (
     HiddenPool,
@@ -24,7 +25,6 @@ from headstart.kernels.native._native import (
 )
 from headstart.kernels.ops import Activation, AttentionSpec, Experts, StepInputs
 
-Vector = NDArray[np.float32]
 ACTIVATIONS: Mapping[Activation, int] = {name: number for number, name in enumerate(get_args(Activation))}
 """Numbers of Activation in csrc/kernels.h."""
 SCORINGS = {"softmax": 0, "sigmoid": 1, "softplus": 2}  # numbers of Scoring in csrc/kernels.h
@@ -39,7 +39,7 @@ class Symbol:
     index: int = -1  # of the buffer; -1: not recorded
     x: "Symbol | None" = None  # input of the product
     matrix: Matrix | None = None
-    bias: Vector | None = None
+    bias: Float32 | None = None
     table: LoraTable | None = None  # adapters of the matrix
 
 
@@ -82,12 +82,12 @@ class ProgramRecorder:
     def signed_sqrt(self, x: Symbol, least: float) -> Symbol:
         return Symbol(x.width, self.program.signed_sqrt(self._index(x), least))
 
-    def linear(self, x: Symbol, weight: Matrix, bias: Vector | None = None) -> Symbol:
+    def linear(self, x: Symbol, weight: Matrix, bias: Float32 | None = None) -> Symbol:
         product = Symbol(weight.rows, x=x, matrix=weight, bias=bias)
         self._pending.append(product)
         return product
 
-    def adapted_linear(self, x: Symbol, weight: Matrix, bias: Vector | None, table: LoraTable) -> Symbol:
+    def adapted_linear(self, x: Symbol, weight: Matrix, bias: Float32 | None, table: LoraTable) -> Symbol:
         product = Symbol(weight.rows, x=x, matrix=weight, bias=bias, table=table)
         self._pending.append(product)
         return product
@@ -116,7 +116,7 @@ class ProgramRecorder:
     def scale(self, x: Symbol, factor: float) -> Symbol:
         return Symbol(x.width, self.program.scale(self._index(x), factor))
 
-    def add_bias(self, x: Symbol, bias: Vector) -> Symbol:
+    def add_bias(self, x: Symbol, bias: Float32) -> Symbol:
         return Symbol(x.width, self.program.shift(self._index(x), bias))
 
     def center(self, x: Symbol) -> Symbol:
@@ -129,10 +129,10 @@ class ProgramRecorder:
     def softcap(self, x: Symbol, cap: float) -> Symbol:
         return Symbol(x.width, self.program.softcap(self._index(x), cap))
 
-    def rms_norm(self, x: Symbol, weight: Vector, eps: float, num_parts: int = 1) -> Symbol:
+    def rms_norm(self, x: Symbol, weight: Float32, eps: float, num_parts: int = 1) -> Symbol:
         return Symbol(x.width, self.program.norm(self._index(x), -1, weight, eps, num_parts)[0])
 
-    def add_rms_norm(self, x: Symbol, residual: Symbol, weight: Vector, eps: float) -> tuple[Symbol, Symbol]:
+    def add_rms_norm(self, x: Symbol, residual: Symbol, weight: Float32, eps: float) -> tuple[Symbol, Symbol]:
         normed, total = self.program.norm(self._index(x), self._index(residual), weight, eps)
         return Symbol(x.width, normed), Symbol(x.width, total)
 
@@ -145,7 +145,7 @@ class ProgramRecorder:
     def columns(self, x: Symbol, start: int, count: int) -> Symbol:
         return Symbol(count, self.program.columns(self._index(x), start, count))
 
-    def grouped_conv(self, x: Symbol, delta: Symbol, weight: Vector, taps: int) -> Symbol:
+    def grouped_conv(self, x: Symbol, delta: Symbol, weight: Float32, taps: int) -> Symbol:
         return Symbol(x.width, self.program.grouped_conv(self._index(x), self._index(delta), weight, taps))
 
     def concat(self, a: Symbol, b: Symbol, num_heads: int = 1) -> Symbol:
@@ -156,7 +156,7 @@ class ProgramRecorder:
         return Symbol(width, self.program.head_linear(self._index(x), list(weights)))
 
     def moe(
-        self, x: Symbol, logits: Symbol, bias: Vector | None, experts: Experts, spec: specs.RouterSpec,
+        self, x: Symbol, logits: Symbol, bias: Float32 | None, experts: Experts, spec: specs.RouterSpec,
         token_experts: tuple[NDArray[np.int64], Input] | None = None,
     ) -> Symbol:  # fmt: skip
         assert token_experts is None or token_experts[1] == "token_ids", token_experts
@@ -200,7 +200,7 @@ class ProgramRecorder:
         self._chosen[pool] = self.program.choose_blocks(self._index(q), pool, spec.num_heads, spec.top_k, spec.every)
 
     def attend(
-        self, q: Symbol, pool: KVPool, spec: AttentionSpec, sinks: Vector | None = None, chosen: KVPool | None = None,
+        self, q: Symbol, pool: KVPool, spec: AttentionSpec, sinks: Float32 | None = None, chosen: KVPool | None = None,
         bias: Symbol | None = None,
     ) -> Symbol:  # fmt: skip
         width = spec.num_heads * spec.value_width
@@ -218,14 +218,14 @@ class ProgramRecorder:
         return Symbol(width, self.program.attend(index, pool, *how, *mask, near, spec.block_window))
 
     def causal_conv(
-        self, x: Symbol, weight: Vector, pool: StatePool, spec: specs.ConvSpec, bias: Vector | None = None
+        self, x: Symbol, weight: Float32, pool: StatePool, spec: specs.ConvSpec, bias: Float32 | None = None
     ) -> Symbol:
         return Symbol(x.width, self.program.causal_conv(self._index(x), weight, pool, spec.width, bias))
 
-    def softplus(self, x: Symbol, rate: Vector | None, bias: Vector) -> Symbol:
+    def softplus(self, x: Symbol, rate: Float32 | None, bias: Float32) -> Symbol:
         return Symbol(x.width, self.program.softplus(self._index(x), rate, bias))
 
-    def bounded_decay(self, x: Symbol, rate: Vector, bias: Vector, bound: float) -> Symbol:
+    def bounded_decay(self, x: Symbol, rate: Float32, bias: Float32, bound: float) -> Symbol:
         return Symbol(x.width, self.program.bounded_decay(self._index(x), rate, bias, bound))
 
     def gated_delta(
@@ -237,17 +237,17 @@ class ProgramRecorder:
         return Symbol(spec.num_heads * spec.value_dim, self.program.gated_delta(*rows, pool, *sizes, *how))
 
     def selective_scan(
-        self, xbc: Symbol, step: Symbol, rate: Vector, skip: Vector, pool: StatePool, spec: specs.ScanSpec
+        self, xbc: Symbol, step: Symbol, rate: Float32, skip: Float32, pool: StatePool, spec: specs.ScanSpec
     ) -> Symbol:
         sizes = (spec.num_groups, spec.num_heads, spec.state_dim, spec.head_dim)
         rows = (self._index(xbc), self._index(step))
         return Symbol(spec.inner, self.program.selective_scan(*rows, rate, skip, pool, *sizes))
 
-    def compress(self, values: Symbol, gates: Symbol, bias: Vector, pool: RowPool, spec: specs.CompressSpec) -> Symbol:
+    def compress(self, values: Symbol, gates: Symbol, bias: Float32, pool: RowPool, spec: specs.CompressSpec) -> Symbol:
         rows = self._index(values), self._index(gates)
         return Symbol(spec.dim, self.program.compress(*rows, bias, pool, spec.every, spec.dim, spec.overlap))
 
-    def stream_weights(self, mixes: Symbol, base: Vector, scale: Vector, spec: specs.StreamSpec) -> Symbol:
+    def stream_weights(self, mixes: Symbol, base: Float32, scale: Float32, spec: specs.StreamSpec) -> Symbol:
         iterations = -1 if spec.softmax else spec.iterations
         how = (base, scale, spec.count, iterations, spec.eps, spec.magnitude)
         return Symbol(mixes.width, self.program.stream_weights(self._index(mixes), *how))
@@ -262,7 +262,7 @@ class ProgramRecorder:
         return Symbol(streams.width, self.program.mix_streams(*rows, spec.count))
 
     def attend_compressed(
-        self, q: Symbol, pool: KVPool, entries: KVPool, spec: AttentionSpec, every: int, sinks: Vector | None = None,
+        self, q: Symbol, pool: KVPool, entries: KVPool, spec: AttentionSpec, every: int, sinks: Float32 | None = None,
         chosen: KVPool | None = None,
     ) -> Symbol:  # fmt: skip
         assert not spec.block_window, "a window beside compressed entries counts from each row"
@@ -281,7 +281,7 @@ class ProgramRecorder:
         assert positions == "positions", positions
         return Symbol(x.width, self.program.zero_where(self._index(x), position))
 
-    def put_where(self, x: Symbol, token_ids: Input, token: int, row: Vector) -> Symbol:
+    def put_where(self, x: Symbol, token_ids: Input, token: int, row: Float32) -> Symbol:
         assert token_ids == "token_ids", token_ids
         return Symbol(x.width, self.program.put_where(self._index(x), token, row))
 

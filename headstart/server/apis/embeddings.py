@@ -14,11 +14,10 @@ from typing import Any, Literal
 import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from numpy.typing import NDArray
 from pydantic import Field, StrictInt, StrictStr
 
 from headstart.api import LLM
-from headstart.core import Request as EngineRequest, SamplingParams
+from headstart.core import Float32, Request as EngineRequest, SamplingParams
 from headstart.errors import ParameterError, UsageError
 from headstart.server import pipeline
 from headstart.server.accounts import Account
@@ -38,7 +37,6 @@ router = APIRouter(route_class=CheckedRoute)
 POOLING = "mean"
 MAX_IN_ENGINE = 16  # texts of one request in the engine at a time, so that other requests find queue places
 Text = str | list[int]
-Vectors = NDArray[np.float32]
 
 
 class EmbeddingRequest(Body):
@@ -89,7 +87,7 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     if served is None or (found := await _embed(request, served, body, body.input, cut=False)) is None:
         return Response(status_code=pipeline.CLIENT_GONE)
     vectors, count = found
-    shown: Callable[[Vectors], Any] = _base64 if body.encoding_format == "base64" else _floats
+    shown: Callable[[Float32], Any] = _base64 if body.encoding_format == "base64" else _floats
     document = {
         "object": "list",
         "data": [{"object": "embedding", "index": i, "embedding": shown(each)} for i, each in enumerate(vectors)],
@@ -127,7 +125,7 @@ async def embedding(body: OllamaEmbeddingRequest, request: Request) -> Response:
 
 async def _embed(
     request: Request, served: ServedModel, body: EmbeddingBody, given: str | list[Any], *, cut: bool
-) -> tuple[list[Vectors], int] | None:
+) -> tuple[list[Float32], int] | None:
     """Vectors of the texts and the number of their tokens; None if the client has disconnected. `cut`: truncate texts
     that are too long. Raises UsageError and CapacityError."""
     size, dimensions = served.llm.model.config.hidden_size, getattr(body, "dimensions", None)
@@ -135,11 +133,11 @@ async def _embed(
         raise ParameterError("dimensions", f"is {dimensions}, but embeddings of this model have {size}", "leave it out")
     state, incoming, account = pipeline.state_of(request), pipeline.body_of(request), pipeline.account_of(request)
 
-    async def work() -> tuple[list[Vectors], int]:
+    async def work() -> tuple[list[Float32], int]:
         pools, texts = state.body_reader.pools, list_of_texts(given, "input")
         requests = await pools.run(pool_of(incoming), _requests, served.llm, texts, cut, account, body.model)
         incoming.release()
-        vectors: list[Vectors] = []
+        vectors: list[Float32] = []
         for start in range(0, len(requests), MAX_IN_ENGINE):
             vectors += await _compute(served, requests[start : start + MAX_IN_ENGINE])
         return vectors, sum(len(each.prompt_ids) for each in requests)
@@ -164,8 +162,8 @@ def _requests(llm: LLM, texts: Seq[Text], cut: bool, account: Account, model: st
     return requests
 
 
-async def _compute(served: ServedModel, requests: Seq[EngineRequest]) -> list[Vectors]:
-    vectors: dict[int, Vectors] = {}
+async def _compute(served: ServedModel, requests: Seq[EngineRequest]) -> list[Float32]:
+    vectors: dict[int, Float32] = {}
     stream = await served.open(requests)
     try:
         async for number, delta in stream:
@@ -178,9 +176,9 @@ async def _compute(served: ServedModel, requests: Seq[EngineRequest]) -> list[Ve
     return [vectors[number] for number in range(len(requests))]
 
 
-def _floats(vector: Vectors) -> list[float]:
+def _floats(vector: Float32) -> list[float]:
     return [float(value) for value in vector]
 
 
-def _base64(vector: Vectors) -> str:
+def _base64(vector: Float32) -> str:
     return base64.b64encode(vector.astype("<f4").tobytes()).decode()

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart import hub
-from headstart.core import Progress, StepPlan
+from headstart.core import Float32, Progress, StepPlan
 from headstart.engine.load import Model
 from headstart.engine.runner import whole_sequences_plan
 from headstart.files import write_atomic
@@ -31,7 +31,6 @@ from headstart.layers.decoder import DecoderProgram, ForwardState, join_pools, t
 from headstart.layers.linear import Linear, LMHead
 from headstart.version import __version__
 
-Array = NDArray[np.float32]
 MAX_TOKENS = 96  # of each text
 CHUNK_VALUES = 1 << 24  # values of an LM head that are in memory at a time
 BLOCK = 16  # positions
@@ -52,10 +51,10 @@ class TeacherForcedTrunk:
     backend: StreamedBackend
     texts: list[list[int]]
     plan: StepPlan
-    states: Mapping[str, Array]  # by tap: `post_norm`, `pre_norm` [R, H], `streams`, `layers` [R, taps * H]
+    states: Mapping[str, Float32]  # by tap: `post_norm`, `pre_norm` [R, H], `streams`, `layers` [R, taps * H]
     best: NDArray[np.int64]  # [R] argmax of the logits
 
-    def argmax(self, states: Array, head: LMHead | None = None) -> NDArray[np.int64]:
+    def argmax(self, states: Float32, head: LMHead | None = None) -> NDArray[np.int64]:
         """Most likely tokens [n] of states [n, H] after the final norm, by the trunk's LM head or another one; of equal
         logits the lowest. The LM head is read in parts."""
         return _argmax(self.model, self.backend, states, head)
@@ -109,7 +108,7 @@ class _Layers:
                 yield list(range(start, index))
                 start = index
 
-    def begin(self) -> dict[str, Array]:
+    def begin(self) -> dict[str, Float32]:
         program = self._program([])
 
         def code(ops: Any, step: StepInputs, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,7 +118,7 @@ class _Layers:
         self.backend.release()
         return state
 
-    def run(self, segment: list[int], state: Mapping[str, Array]) -> dict[str, Array]:
+    def run(self, segment: list[int], state: Mapping[str, Float32]) -> dict[str, Float32]:
         """The state after the layers of a segment."""
         for index in segment:
             layer = self.decoder.layers[index]
@@ -138,7 +137,7 @@ class _Layers:
         self.kept = {index: pools for index, pools in self.kept.items() if index in needed}
         return found | {"embedded": state["embedded"]}
 
-    def end(self, state: Mapping[str, Array]) -> dict[str, Array]:
+    def end(self, state: Mapping[str, Float32]) -> dict[str, Float32]:
         program = self._program([])
 
         def code(ops: Any, step: StepInputs, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -170,7 +169,7 @@ def unlimited(spec: Any) -> Any:
     return replace(spec, window=0) if isinstance(spec, AttentionSpec) else spec
 
 
-def _argmax(model: Model, backend: StreamedBackend, states: Array, head: LMHead | None) -> NDArray[np.int64]:
+def _argmax(model: Model, backend: StreamedBackend, states: Float32, head: LMHead | None) -> NDArray[np.int64]:
     rows = np.arange(len(states), dtype=np.int32)
     plan = whole_sequences_plan([[0] * len(rows)])
     best, top = np.zeros(len(rows), np.int64), np.full(len(rows), -np.inf, np.float32)
@@ -257,13 +256,13 @@ class SavedStates:
         digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
         return cls(hub.cache_dir() / "inspect" / f"{digest}.npz")
 
-    def read(self) -> tuple[int, dict[str, Array]]:
+    def read(self) -> tuple[int, dict[str, Float32]]:
         """(layers that are finished, the state after them); (0, {}) without a readable file."""
         with suppress(OSError, ValueError, KeyError), np.load(self.path, allow_pickle=False) as file:
             return int(file["layers"]), {name: file[name] for name in STATE if name in file}
         return 0, {}
 
-    def write(self, layers: int, state: Mapping[str, Array]) -> None:
+    def write(self, layers: int, state: Mapping[str, Float32]) -> None:
         """Replaces the file. On a full disk nothing is saved, and the run continues."""
         content = io.BytesIO()
         np.savez(content, allow_pickle=False, layers=np.array(layers), **state)

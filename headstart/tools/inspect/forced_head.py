@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.core import StepPlan
+from headstart.core import Float32, StepPlan
 from headstart.engine.runner import whole_sequences_plan
 from headstart.heads.base import Head
 from headstart.heads.kind import head_kind
@@ -16,7 +16,7 @@ from headstart.layers.build import raw_lm_head
 from headstart.layers.decoder import join_pools, tapped_layers
 from headstart.layers.linear import Linear
 from headstart.stats import DraftStats
-from headstart.tools.inspect.forced import BLOCK, Array, TeacherForcedTrunk, unlimited
+from headstart.tools.inspect.forced import BLOCK, TeacherForcedTrunk, unlimited
 
 Ids = NDArray[Any]  # whole numbers
 BRANCH = 2  # blocks of a branch: positions of drafted tokens, and those before them in the first block
@@ -87,7 +87,7 @@ class TeacherForcedHead:
             goes_on = true & (targets < self.last[pairs])
             pairs, recycled, tokens = pairs[goes_on], recycled[goes_on], tokens[goes_on]
 
-    def _tokens(self, head: Head, module: int, states: Array) -> Ids:
+    def _tokens(self, head: Head, module: int, states: Float32) -> Ids:
         """Most likely tokens [n] of states [n, H]."""
         if not len(states):
             return np.zeros(0, np.int64)
@@ -119,7 +119,7 @@ class _Steps:
         }
         self._paired: set[int] = set()  # modules whose pairs are computed
 
-    def run(self, step: int, alive: Ids, drafts: Ids, recycled: Array | None) -> tuple[Array, Array]:
+    def run(self, step: int, alive: Ids, drafts: Ids, recycled: Float32 | None) -> tuple[Float32, Float32]:
         """(inputs of the LM head, recycled vectors) of a step for the pairs `alive`, after the tokens `drafts` and the
         vectors of the step before."""
         self.module = self.head.spec.module_of(step) or 0
@@ -132,14 +132,14 @@ class _Steps:
         assert recycled is not None
         return self._forward(self._branches(step, alive, drafts), recycled, recycled=True)
 
-    def _pairs(self, module: int) -> tuple[Array, Array]:
+    def _pairs(self, module: int) -> tuple[Float32, Float32]:
         self.module = module
         self._paired.add(module)
         tap, states = self.head.spec.tap, self.forced.trunk.states
         hidden = states["layers" if tapped_layers(tap) else str(tap)][self.forced.rows - 1]
         return self._forward(self.forced.plan, hidden, recycled=False)
 
-    def _forward(self, plan: StepPlan, hidden: Array, *, recycled: bool) -> tuple[Array, Array]:
+    def _forward(self, plan: StepPlan, hidden: Float32, *, recycled: bool) -> tuple[Float32, Float32]:
         head, spec = self.head, self.head.spec
         table = self.forced.trunk.model.decoder.embedding if head.embedding is None else head.embedding
         module, pool = head.modules[self.module], join_pools(self._pools[self.module])

@@ -10,11 +10,10 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headstart import hub
 from headstart.config import EngineConfig
-from headstart.core import Progress, SamplingParams, Span
+from headstart.core import Float64, Progress, SamplingParams, Span
 from headstart.engine.load import Model as LoadedModel, load_model
 from headstart.errors import UsageError
 from headstart.machine import cpu, threads
@@ -38,7 +37,6 @@ PASSES_BUDGET_S = 6.0
 ENGINE_STEPS, ENGINE_PROMPT = 24, 64
 ENGINE_DEPTH = 3
 MEMORY_SHARE = 0.5  # largest share of the free memory for the caches of a measurement
-Vector = NDArray[np.float64]
 TRUSTED = 0.03  # assumed relative error of a measured pass
 SPREADS = {
     "bandwidth": 0.3, "cache_bandwidth": 0.5, "compute": 2.0, "attention": 2.0, "overlap": 0.3, "pass_s": 0.3,
@@ -225,7 +223,7 @@ def fit_rates(
     start = np.log([read_bandwidth, read_bandwidth, *_start_rates(points, model), START_OVERLAP, START_PASS_S])
     spreads = np.array([SPREADS[name] for name in names])
 
-    def residuals(logs: Vector) -> Vector:
+    def residuals(logs: Float64) -> Float64:
         candidate = replace(machine, rates=_rates(machine.rates, names, logs))
         errors = [np.log(pass_seconds(model, candidate, work) / time_s) / TRUSTED for work, time_s in points]
         return np.array([*errors, *((logs - start) / spreads)])
@@ -233,7 +231,7 @@ def fit_rates(
     return _rates(machine.rates, names, _least_squares(residuals, start))
 
 
-def _rates(rates: Rates, names: Sequence[str], logs: Vector) -> Rates:
+def _rates(rates: Rates, names: Sequence[str], logs: Float64) -> Rates:
     return replace(rates, **dict(zip(names, np.exp(logs).tolist(), strict=True)))
 
 
@@ -247,7 +245,7 @@ def _start_rates(points: Sequence[tuple[Pass, float]], model: SizedModel) -> tup
     return compute, compute / 4
 
 
-def _least_squares(residuals: Callable[[Vector], Vector], start: Vector) -> Vector:
+def _least_squares(residuals: Callable[[Float64], Float64], start: Float64) -> Float64:
     """Minimizes the sum of squared residuals: Levenberg-Marquardt with a numerical Jacobian."""
     logs, damping = start.copy(), 1e-2
     current = residuals(logs)

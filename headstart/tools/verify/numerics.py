@@ -15,13 +15,11 @@ from numpy.typing import NDArray
 
 from headstart.api import LLM
 from headstart.config import EngineConfig
-from headstart.core import Float32, Progress, Report, Request, SamplingParams, Sequence, Span, no_progress
+from headstart.core import Float32, Float64, Progress, Report, Request, SamplingParams, Sequence, Span, no_progress
 from headstart.engine.build import build_engine
 from headstart.engine.load import Model, load_model
 from headstart.kernels.backend import ORACLE, select_backend
 from headstart.tools.verify.options import Prompt, VerifyOptions
-
-Float64 = NDArray[np.float64]
 
 ROWS = 64  # rows per pass, whose logits of both models are in memory at a time
 MIN_AGREEMENT, MAX_KL = 0.90, 0.1  # limits of top-1 agreement (share of rows) and mean KL (nats)
