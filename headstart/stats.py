@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 
@@ -9,6 +10,21 @@ def synthetic_note(rates: Iterable[float]) -> str:
     """The warning wherever synthetic acceptance rates were used."""
     shown = ", ".join(f"{rate:g}" for rate in rates)
     return f"SYNTHETIC ACCEPTANCE at {shown}: for load tests, the text is not the model's"
+
+
+def sum_positions(counts: Iterable[Iterable[int]]) -> list[int]:
+    """The sums of counts by position, of which some end earlier."""
+    return list(map(sum, zip_longest(*counts, fillvalue=0)))
+
+
+def equal_acceptance(length: float, depth: int) -> float:
+    """The conditional acceptance, equal at all positions, that gives an acceptance length at a depth; from 0 to 1."""
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        is_below = sum(middle**position for position in range(depth + 1)) < length
+        low, high = (middle, high) if is_below else (low, middle)
+    return high
 
 
 @dataclass
@@ -48,12 +64,8 @@ class DraftStats:
         for source, accepted in other.sources.items():
             self.sources[source] = self.sources.get(source, 0) + accepted
         self.synthetic = self.synthetic or other.synthetic
-        grow = len(other.per_position) - len(self.per_position)
-        self.per_position += [0] * grow
-        self.drafted_at += [0] * grow
-        for i, (hits, tries) in enumerate(zip(other.per_position, other.drafted_at, strict=False)):
-            self.per_position[i] += hits
-            self.drafted_at[i] += tries
+        for name in ("per_position", "drafted_at"):
+            setattr(self, name, sum_positions((getattr(self, name), getattr(other, name))))
 
     def document(self, method: str) -> dict[str, Any]:
         """The `speculation` object of JSON outputs."""

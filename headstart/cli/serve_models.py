@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from headstart.cli.options import NUMBERS_OR_WORDS, number_or_word
 from headstart.cli.settings import Settings, suggest
 from headstart.config import EngineConfig, config_fields, flag_of
-from headstart.errors import UsageError
+from headstart.errors import ParameterError, UsageError
 from headstart.options import OptionGroup, argument, model_names, option
 from headstart.server.options import KeepAlive
 
@@ -55,8 +55,8 @@ class ServedModelsOptions(OptionGroup):
         """The value of --keep-alive. Raises UsageError."""
         try:
             return KeepAlive.of(self.keep_alive)
-        except UsageError as error:
-            raise UsageError(f"--{error.message}", error.hint) from None
+        except ParameterError as error:
+            raise error.renamed("--keep-alive") from None
 
     @property
     def first(self) -> str | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headstart.errors import UsageError
+from headstart.errors import ParameterError, UsageError
 from headstart.options import OptionGroup, option
 from headstart.server import limits
 
@@ -88,7 +88,8 @@ class KeepAlive:
 
     @classmethod
     def of(cls, given: float | str) -> "KeepAlive":
-        """Parse seconds or Ollama's notation (5m, 1h30m). Negative: unloads never. Raises UsageError."""
+        """Parse seconds or Ollama's notation (5m, 1h30m). Negative: unloads never. Raises
+        ParameterError."""
         text = str(given).strip()
         parts = _PART.findall(text.removeprefix("-"))
         if parts and "".join(number + unit for number, unit in parts) == text.removeprefix("-"):
@@ -98,4 +99,4 @@ class KeepAlive:
             if (seconds := float(text)) == seconds:
                 return cls(None if seconds < 0 or seconds == float("inf") else seconds)
         shown = limits.shortened(text)
-        raise UsageError(f"keep-alive is {shown!r}, which is no time", "for example 10m, 90 (seconds), or -1")
+        raise ParameterError("keep_alive", f"is {shown!r}, which is no time", "for example 10m, 90 (seconds), or -1")

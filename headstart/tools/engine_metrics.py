@@ -8,6 +8,7 @@ from typing import Any, Self
 from prometheus_client.parser import text_string_to_metric_families
 
 from headstart.formats.json_object import read_packaged
+from headstart.stats import equal_acceptance
 
 PATHS = ("/metrics", "/prometheus/metrics", "/brpc_metrics")
 """URL paths of metrics: of most engines, of TensorRT-LLM (whose /metrics is JSON), of xLLM."""
@@ -144,8 +145,5 @@ def _acceptance_by_position(per_position: Mapping[int, float], drafts: float, ra
     counted = [per_position[place] / drafts for place in sorted(per_position)][:depth]
     if counted:
         return counted + [0.0] * (depth - len(counted))
-    low, high = 0.0, 1.0
-    for _ in range(40):
-        chance = (low + high) / 2
-        low, high = (chance, high) if sum(chance**k for k in range(1, depth + 1)) / depth < rate else (low, chance)
-    return [low**k for k in range(1, depth + 1)]
+    acceptance = equal_acceptance(1 + rate * depth, depth)
+    return [acceptance**k for k in range(1, depth + 1)]

@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import AliasChoices, Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
 from headstart import hub
-from headstart.errors import HeadstartError, UsageError
+from headstart.errors import HeadstartError
 from headstart.formats.base import Checkpoint
 from headstart.params import names_in
 from headstart.server import limits
@@ -161,11 +161,8 @@ class ShowRequest(Body):
 
 
 def keep_alive_of(body: OllamaModelRequest) -> KeepAlive | None:
-    """The keep-alive of a body; None: the default. Raises BodyError for an invalid time."""
-    try:
-        return None if body.keep_alive is None else KeepAlive.of(body.keep_alive)
-    except UsageError as error:
-        raise BodyError(error.message.replace("keep-alive", "keep_alive", 1), "keep_alive", error.hint) from None
+    """The keep-alive of a body; None: the default. Raises ParameterError for an invalid time."""
+    return None if body.keep_alive is None else KeepAlive.of(body.keep_alive)
 
 
 def chat_of(body: OllamaChatRequest) -> ChatRequest:

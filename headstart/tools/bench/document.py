@@ -10,13 +10,13 @@ in `repeat`. Modes: "off" (no drafter), "1", "3", ... (fixed depth), "auto" (the
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import numpy as np
 
 from headstart.errors import UsageError
+from headstart.stats import sum_positions
 
 KIND: Literal["headstart-bench"] = "headstart-bench"
 VERSION: Literal[1] = 1
@@ -96,13 +96,9 @@ class DraftCounts:
         tries = [part.drafted_at for part in known if part.drafted_at is not None]
         return cls(
             **{name: sum(getattr(part, name) for part in known) for name in SUMMED},
-            per_position=_sum(part.per_position for part in known),
-            drafted_at=_sum(tries) if len(tries) == len(known) else None,
+            per_position=tuple(sum_positions(part.per_position for part in known)),
+            drafted_at=tuple(sum_positions(tries)) if len(tries) == len(known) else None,
         )
-
-
-def _sum(counts: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    return tuple(map(sum, zip_longest(*counts, fillvalue=0)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,5 @@
 """`headstart graft`: copies the MTP head of one checkpoint into another that lost it, or removes a head."""
 
-import hashlib
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart import machine
+from headstart._download import sha256_of
 from headstart.config import EngineConfig
 from headstart.core import Progress, Report, no_progress
 from headstart.errors import HeadstartError, ModelError, UsageError
@@ -196,7 +196,7 @@ def _write_provenance(
     head: dict[str, Any] = {"head": None}
     if base and head_file:
         keys = {".".join(where): value for where, value in head_keys(base.config).items()}
-        digest = _sha256(path.with_name(head_file))
+        digest = sha256_of(path.with_name(head_file))
         head = {"head": _origin(base), "head_file": head_file, "head_sha256": digest, "config_keys": keys}
     files = (str(each.relative_to(path.parent)) for each in path.parent.rglob("*") if each.is_file())
     document = {
@@ -208,13 +208,8 @@ def _write_provenance(
 
 
 def _origin(directory: Checkpoint) -> dict[str, Any]:
-    digest = _sha256(directory.path / "config.json")
+    digest = sha256_of(directory.path / "config.json")
     return {"name": directory.name, "model_type": directory.config.get("model_type"), "config_sha256": digest}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def measure(model: Path, progress: Progress) -> dict[str, Any]:

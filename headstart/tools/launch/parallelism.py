@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from headstart.errors import CapacityError, UsageError
+from headstart.errors import CapacityError, ParameterError, UsageError
 from headstart.tools.doctor import installed_gpus
 from headstart.tools.launch.model_facts import ModelFacts
 from headstart.tools.launch.spec import Parallelism
@@ -63,8 +63,8 @@ def named_devices(text: str | None) -> NodeDevices:
     try:
         name, count = parse_gpu(str(text))
         device = find_device(name)
-    except UsageError as error:
-        raise UsageError(error.message.replace("--gpu", "--gpus"), error.hint.replace("--gpu", "--gpus")) from None
+    except ParameterError as error:
+        raise error.renamed("--gpus") from None
     return NodeDevices(0 if device.platform == "cpu" else count, device.memory, device.name, device.platform)
 
 

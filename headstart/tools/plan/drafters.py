@@ -19,6 +19,7 @@ from headstart.layers.costs import FeedForwardCost, LayerCost, num_elements
 from headstart.layers.mlp import MLPConfig
 from headstart.models.classify import DrafterKind
 from headstart.models.described import read_common
+from headstart.stats import equal_acceptance
 from headstart.tools.plan.shape import DrafterShape, LayerGroup, ModelShape
 
 Config = Mapping[str, Any]
@@ -51,11 +52,7 @@ def acceptances_of_length(length: float, depth: int) -> tuple[float]:
     if not 1 <= length <= depth + 1:
         what = f"--acceptance {length:g} is an acceptance length, but depth {depth} gives 1 to {depth + 1}"
         raise UsageError(what, "give --depth as well, or acceptances by position such as 0.85,0.7,0.6")
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if expected_tokens((middle,), depth) < length else (low, middle)
-    return (high,)
+    return (equal_acceptance(length, depth),)
 
 
 def parse_acceptances(text: str, depths: Sequence[int]) -> tuple[tuple[float, ...], str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
-from headstart.errors import UsageError
+from headstart.errors import ParameterError, UsageError
 from headstart.files import user_path
 from headstart.formats.json_object import read_packaged
 
@@ -85,7 +85,7 @@ class Machine:
 
 
 def find_device(name: str) -> DeviceSpec:
-    """Returns a device by any usual spelling (rtx-4090, RTX4090, 4090). Raises UsageError for an unknown name."""
+    """Returns a device by any usual spelling (rtx-4090, RTX4090, 4090). Raises ParameterError for an unknown name."""
     for item in CATALOGUE["devices"]:
         if _normalized(name) in map(_normalized, item["names"]):
             return DeviceSpec(
@@ -95,7 +95,7 @@ def find_device(name: str) -> DeviceSpec:
                 link=item["link_gb_s"] * 1e9 if "link_gb_s" in item else None, link_s=item.get("link_us", 0) * 1e-6,
             )  # fmt: skip
     known = [HERE, *(item["names"][0] for item in CATALOGUE["devices"])]
-    raise UsageError(f"--gpu: {name!r} is not in the catalogue", f"known: {', '.join(known)}")
+    raise ParameterError("--gpu", f"is {name!r}, which is not in the catalogue", f"known: {', '.join(known)}")
 
 
 def _normalized(name: str) -> str:
@@ -112,7 +112,7 @@ def parse_gpu(text: str) -> tuple[str, int]:
         return text, 1
     match = _GPU.fullmatch(text)
     if not match:
-        raise UsageError(f"--gpu is {text!r}, but takes DEVICExCOUNT", "for example --gpu h200x4, or --gpu here")
+        raise ParameterError("--gpu", f"is {text!r}, but takes DEVICExCOUNT", "for example h200x4, or here")
     return match["name"], int(match["count"] or 1)
 
 
