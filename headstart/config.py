@@ -352,6 +352,7 @@ _SPECULATIVE_KEYS: dict[str, tuple[str, type]] = {  # key -> field of EngineConf
     "num_speculative_tokens_per_batch_size": ("depth_by_batch", list),
     "synthetic_acceptance_rates": ("synthetic_acceptance", list),
 }
+SPECULATIVE = "--speculative-config"
 SPECULATIVE_FLAGS: dict[str, tuple[str, type]] = {
     "--speculative-model": ("model", str),
     "--num-speculative-tokens": ("num_speculative_tokens", int),
@@ -359,7 +360,7 @@ SPECULATIVE_FLAGS: dict[str, tuple[str, type]] = {
     "--ngram-prompt-lookup-min": ("prompt_lookup_min", int),
     "--speculative-draft-tensor-parallel-size": ("draft_tensor_parallel_size", int),
 }
-"""Flag of vLLM V0 -> the key of --speculative-config's JSON that it sets, and the key's type."""
+"""Flag of vLLM V0 -> the key of SPECULATIVE's JSON that it sets, and the key's type."""
 _METHODS = {"suffix": "ngram", "ngram_gpu": "ngram", "dflash": "block", "dspark": "block", "nextn": "mtp"}
 """vLLM's and SGLang's names of methods -> drafters."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from headstart.cli.parser import HELP, HELP_ALL
-from headstart.config import SPECULATIVE_FLAGS, EngineConfig, depth_rows
+from headstart.config import SPECULATIVE, SPECULATIVE_FLAGS, EngineConfig, depth_rows
 from headstart.errors import UsageError
 from headstart.options import Option, OptionGroup
 
@@ -30,7 +30,6 @@ VLLM_VALUES: Mapping[str, tuple[str, ...]] = {"--dtype": ("half", "float16")}
 """Option -> vLLM's values that are refused with HINTS."""
 SIZED = ("--max-model-len", "--max-num-batched-tokens")
 SIZES = {"k": 10**3, "m": 10**6, "K": 2**10, "M": 2**20}
-SPECULATIVE = "--speculative-config"
 SPECULATIVE_KEYS: Mapping[str, tuple[str, type]] = {
     **SPECULATIVE_FLAGS,
     "--spec-method": ("method", str),

@@ -22,6 +22,7 @@ from headstart.drafters.head import lm_head_of
 from headstart.errors import UsageError
 from headstart.heads.base import STATES, BlockSpec, Head, HeadNetwork
 from headstart.heads.block import BlockModule, MarkovHead
+from headstart.kernels.draft_loop import MAX_LOGIT
 from headstart.kernels.ops import Buffer, KVSpec, Ops, StepInputs, Weight
 from headstart.kernels.specs import StateSpec
 from headstart.layers.decoder import tap_width
@@ -29,7 +30,6 @@ from headstart.layers.linear import LMHead
 from headstart.layers.network import Network, NetworkProgram, Pools
 
 FEATURES, BLOCK, MARKOV, PAIRS = "features", "block", "markov", "pairs.0"
-MAX_LOGIT = 80.0  # exp of a larger number is clipped
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ from numpy.typing import NDArray
 
 from headstart.core import Sampled, SamplingRows, StepPlan
 
+MAX_LOGIT = 80.0  # bound of a confidence logit, beyond which e^x overflows (as in csrc/chain.cpp)
+
 
 class BinCounts(Protocol):
     """Counts of drafted tokens per bin of their score, float64 [bins]."""

@@ -25,6 +25,7 @@ from headstart.models import _mamba2, keys, mimo_v2_flash
 from headstart.models.base import Family
 from headstart.models.described_mtp import LAYOUTS
 from headstart.models.keys import FULL, LINEAR, SLIDING, SPARSE, Config, flag, number
+from headstart.models.mtp import INDEXER_KEYS
 
 MAMBA = "mamba"
 NO_ROPE = RopeSpec((), 0)
@@ -37,7 +38,6 @@ SHARED_WIDTHS = (
 SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 FIRST_SPARSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 SPARSE_STEPS = ("interleave_moe_layer_step", "decoder_sparse_step", "moe_layer_interval")
-INDEX_KEYS = ("index_n_heads", "index_head_dim", "index_topk")
 UNGATED = ("relu2", "relu", "gelu_ungated")  # values of `mlp_hidden_act` for an MLP without gate_proj
 
 
@@ -172,7 +172,7 @@ def _linear(config: Config, hidden: int) -> MixerConfig:
 
 def _latent(config: Config) -> MLAConfig:
     indexed = config.get("index_topk") is not None
-    heads, dim, top_k = (number(config, key, default=None if indexed else 1) for key in INDEX_KEYS)
+    heads, dim, top_k = (number(config, key, default=None if indexed else 1) for key in INDEXER_KEYS)
     spec = IndexSpec(heads, dim, top_k) if indexed else None
     return MLAConfig(
         num_heads=number(config, "num_attention_heads"), query_rank=number(config, "q_lora_rank", default=0, least=0),

@@ -4,16 +4,14 @@ Sources: vLLM 0.33 (vllm/model_executor/models/*_mtp.py, vllm/models/*), transfo
 b11434 (src/models, conversion/).
 """
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 
 from headstart.formats.sizes import Sizes
-from headstart.heads.published import attention_shapes, latent_shapes
-from headstart.models.mtp import DeclaredShapes, MTPLayout
+from headstart.heads.published import DeclaredShapes, Present, attention_shapes, latent_shapes
+from headstart.models.mtp import MAX_EXPERTS, MTPLayout
 
-MAX_EXPERTS = 4096
 SHARED_COUNTS = ("n_shared_experts", "num_shared_experts")
 LAYER = "layers.{layer}."
-Present = Container[str]
 Part = Callable[[str, Sizes, Present], DeclaredShapes]
 """(prefix of names, sizes, names in the files) -> declared shapes of some tensors of a module."""
 

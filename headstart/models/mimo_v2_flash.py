@@ -21,7 +21,6 @@ from headstart.models.small import SCRATCH_EXPERTS
 
 LLAMA_CPP = "mimo2"
 BASES = {FULL: "rope_theta", SLIDING: "swa_rope_theta"}
-BASES_OF_GGUF = {FULL: "rope_theta", SLIDING: "rope_local_base_freq"}
 SINKS = {"add_swa_attention_sink_bias": True, "add_full_attention_sink_bias": False}
 HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
 
@@ -31,7 +30,7 @@ def parse(config: Config) -> DecoderConfig:
     keys.refuse_others(config, {**SINKS, "attention_projection_layout": "split"})
     kinds, feeds = _kinds(config), keys.feed_kinds(keys.with_feed_kinds(config), default=1)
     gguf = config.get("model_type") == LLAMA_CPP
-    ropes = keys.by_kind(config, BASES_OF_GGUF if gguf else BASES)
+    ropes = keys.by_kind(config, keys.ROPES if gguf else BASES)
     firsts = {kind: kinds.index(kind) if kind in kinds else len(kinds) for kind in {*kinds, SLIDING}}
     mixers = {kind: _attention(ropes[kind], kind, index) for kind, index in firsts.items()}
     more = {"eps": real(config, "layernorm_epsilon", real(config, "rms_norm_eps", 1e-5))}

@@ -6,8 +6,9 @@ from typing import Any, Literal, NamedTuple
 
 from headstart.errors import ModelError
 from headstart.formats.sizes import NESTED, Sizes, as_size, lookup
+from headstart.heads.base import MAX_MODULES
+from headstart.heads.published import DeclaredShapes
 
-MAX_MODULES = 64
 MTP_MODULE = "MTP module"
 COUNT_KEYS = (
     "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "nextn_predict_layers", "num_mtp_modules",
@@ -26,10 +27,10 @@ SIGMOID_EXPERT_KEYS = (
     "expert_group_count", "expert_group_used_count", "expert_shared_count", "leading_dense_block_count",
     "expert_weights_scale", "expert_weights_norm",
 )  # fmt: skip
+MAX_EXPERTS = 4096  # experts that are listed one by one, since a config may name any number
 INDEXER_KEYS = ("index_n_heads", "index_head_dim", "index_topk")  # config keys of sparse attention with an indexer
 SIGMOID = 2  # llama.cpp's number of the sigmoid as routing function
 
-DeclaredShapes = dict[str, tuple[Any, ...]]
 """Tensor name -> shape; a size is an int, Unknown, or None for any size. A name that begins with `?` is optional."""
 
 

@@ -18,7 +18,7 @@ from headstart.formats.gguf_names import gguf_name
 from headstart.formats.quantization import WeightHeader, weight_headers
 from headstart.formats.sizes import Sizes
 from headstart.formats.tensor_parts import EXPERTS, LAYERS, MTP, PARTS, part_of
-from headstart.heads.base import HeadSpec
+from headstart.heads.base import MAX_MODULES, HeadSpec
 from headstart.heads.kind import head_kind
 from headstart.kernels.ops import RawTensor
 from headstart.layers.build import DecoderConfig
@@ -40,11 +40,10 @@ from headstart.models.expected import (
     why_unusable,
 )
 from headstart.models.families import FoundFamily, find_mtp_family
-from headstart.models.mtp import MAX_MODULES, Declared, MTPLayout, declared
+from headstart.models.mtp import MAX_EXPERTS, Declared, MTPLayout, declared
 from headstart.models.names import trailing_modules, trailing_name
 from headstart.models.tensors import renamed_tensors
 
-MAX_EXPERTS = 4096  # experts that are listed one by one, since a config may name any number
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _MODULE = re.compile(r"mtp\.(\d+)\.")
 _STACK = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj|(?:gate|up|down)_proj\.weight)")

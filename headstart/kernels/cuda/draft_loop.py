@@ -24,14 +24,13 @@ from headstart.kernels.cuda.kernels import sampling as kernels
 from headstart.kernels.cuda.plan import DevicePlan, PlanShape, bucket_of
 from headstart.kernels.cuda.recording import MAX_ROWS, CudaProgram, GraphRecorder
 from headstart.kernels.cuda.sampling import CudaSampler, DeviceSamplingRows, is_edited, is_limited
-from headstart.kernels.draft_loop import DraftedTokens, GateRule, VerifyInputs
+from headstart.kernels.draft_loop import MAX_LOGIT, DraftedTokens, GateRule, VerifyInputs
 
 MAX_VERIFIED = 32  # drafted tokens of a sequence plus one, at most
 FIRST_ROW, NUM_DRAFTED, FIXED_ACCEPTED, FIRST_SAMPLE, BASE_POSITION, DEPTH, KNOWN_ROWS = range(7)
 """Rows of `controls` [7, S], per sequence: its first row in the first pass; drafted tokens to verify (-1: none); a
 fixed number of accepted tokens (-1: none fixed); index of its first sample; position of its first new token if nothing
 is accepted; tokens to draft; rows of the first pass before the verified ones."""
-MAX_LOGIT = 80.0  # bound of a confidence logit, beyond which e^x overflows (as in csrc/chain.cpp)
 MAX_GRAPHS = 32  # recorded graphs per draft loop; the oldest is dropped
 Drafts = list[tuple[list[int], list[float]]]
 

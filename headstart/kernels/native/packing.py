@@ -13,20 +13,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from headstart import hub
+from headstart.config import Quantization
 from headstart.core import Bytes
 from headstart.errors import CapacityError, ModelError
 from headstart.formats.base import Tensor, ends_crc
 from headstart.kernels.native._native import Matrix, ThreadPool, dequantize_into, matrix_bytes, pack_rows, source_form
 from headstart.kernels.ops import RawTensor
 from headstart.version import __version__
-
-Quantization = Literal["int8", "int4"]
 
 _ALIGN = 64  # bytes
 _FLOATS_AT_ONCE = 4 << 20  # elements packed at a time

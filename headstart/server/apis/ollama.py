@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
-from pydantic import AliasChoices, Field, StrictBool, StrictFloat, StrictInt, StrictStr
+from pydantic import AliasChoices, Field, StrictBool, StrictInt, StrictStr
 
 from headstart import hub
 from headstart.errors import HeadstartError
@@ -35,6 +35,7 @@ from headstart.server.schema import (
     CompletionRequest,
     Many,
     Name,
+    Number,
     ResponseModel,
     Tool,
     image_part,
@@ -43,7 +44,6 @@ from headstart.server.schema import (
 from headstart.version import __version__
 
 router = APIRouter(route_class=CheckedRoute)
-Number = StrictInt | StrictFloat
 Texts = StrictStr | Annotated[Many[StrictStr], Field(max_length=limits.PROMPTS)]
 RENAMED = {option: name for name, option in names_in("ollama").items()}
 """Option -> sampling parameter, where their names differ."""

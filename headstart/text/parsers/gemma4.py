@@ -3,14 +3,12 @@
 import json
 import re
 
-from headstart.text.parsers.stream import EndOfText, Mismatch, Sink, Steps, escape_json
+from headstart.text.parsers.stream import MAX_NESTING, SCALAR, EndOfText, Mismatch, Sink, Steps, escape_json
 from headstart.text.parsers.tools import MarkedToolParser
 
 _END, _QUOTE = "<tool_call|>", '<|"|>'
-_SCALAR = re.compile(r"[-+.\w]*")
 _KNOWN = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _PYTHON = {"None": "null", "True": "true", "False": "false"}
-MAX_NESTING = 64
 
 
 class Gemma4Parser(MarkedToolParser):
@@ -73,7 +71,7 @@ class Gemma4Parser(MarkedToolParser):
 
     def _scalar_value(self, sink: Sink) -> Steps[None]:
         parts: list[str] = []
-        yield from self._read_run(_SCALAR, parts.append)
+        yield from self._read_run(SCALAR, parts.append)
         word = "".join(parts)
         if self._is_closed and _QUOTE.startswith(self._text[self._position :]):
             raise EndOfText

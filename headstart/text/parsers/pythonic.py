@@ -3,17 +3,23 @@
 import json
 import re
 
-from headstart.text.parsers.stream import EndOfText, Mismatch, Sink, Steps, escape_json
+from headstart.text.parsers.stream import (
+    CONSTANTS,
+    MAX_NESTING,
+    NUMBER,
+    SCALAR,
+    EndOfText,
+    Mismatch,
+    Sink,
+    Steps,
+    escape_json,
+)
 from headstart.text.parsers.tools import ToolParser
 
 _CLOSER = {"[": "]", "(": ")", "{": "}"}
-_WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
-_WORD = re.compile(r"[-+.\w]*")
 _KEY = re.compile(r"\w*")
-_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0", "\n": ""}
 _DIGITS = {"x": 2, "u": 4, "U": 8}
-MAX_NESTING = 64
 
 
 class PythonCallParser(ToolParser):
@@ -121,15 +127,15 @@ class PythonCallParser(ToolParser):
 
     def _word(self, sink: Sink) -> Steps[None]:
         parts: list[str] = []
-        yield from self._read_run(_WORD, parts.append)
+        yield from self._read_run(SCALAR, parts.append)
         word = "".join(parts)
         if self._is_closed and self._position == len(self._text):
             raise EndOfText
         if not word:
             sink("null")
             raise Mismatch
-        is_known = word in _WORDS or _NUMBER.fullmatch(word)
-        sink(_WORDS.get(word, word) if is_known else json.dumps(word, ensure_ascii=False))
+        is_known = word in CONSTANTS or NUMBER.fullmatch(word)
+        sink(CONSTANTS.get(word, word) if is_known else json.dumps(word, ensure_ascii=False))
 
 
 class PythonicParser(PythonCallParser):

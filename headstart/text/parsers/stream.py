@@ -16,9 +16,10 @@ from typing import TypeAlias, TypeVar
 _SPACE = re.compile(r"[ \t\r\n]*")
 _IN_STRING = {'"': re.compile(r'["\\\x00-\x1f]'), "'": re.compile(r"""['"\\\x00-\x1f]""")}
 _QUOTES = tuple(_IN_STRING)
-_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?", re.ASCII)
-_WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
-_SCALAR = re.compile(r"[-+.\w]*")
+NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?", re.ASCII)
+CONSTANTS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
+SCALAR = re.compile(r"[-+.\w]*")  # a word that may be a number or a constant
+MAX_NESTING = 64
 _CLOSER = {"{": "}", "[": "]"}
 _T = TypeVar("_T")
 Steps: TypeAlias = Generator[None, None, _T]  # a part of a parser, called with `yield from`; returns _T
@@ -314,7 +315,7 @@ class JsonValueParser(Parser):
         gap: list[str] = []
         yield from self._read_run(_SPACE, gap.append)
         mark = yield from self._peek()
-        if mark in (*_QUOTES, *opening) or _SCALAR.fullmatch(mark):
+        if mark in (*_QUOTES, *opening) or SCALAR.fullmatch(mark):
             sink("," + "".join(gap))
 
     def _item(self, sink: Sink, closers: list[str], expected: str) -> Steps[str]:
@@ -361,11 +362,11 @@ class JsonValueParser(Parser):
         """Read a word and pass it on: unchanged if it is JSON, translated if it is Python's, else as a string."""
         parts: list[str] = []
         yield from self._peek()
-        yield from self._read_run(_SCALAR, parts.append)
+        yield from self._read_run(SCALAR, parts.append)
         if not (word := "".join(parts)):
             raise Mismatch
-        if not is_key and (word in _WORDS or (_NUMBER.fullmatch(word) and math.isfinite(float(word)))):
-            sink(_WORDS.get(word, word))
+        if not is_key and (word in CONSTANTS or (NUMBER.fullmatch(word) and math.isfinite(float(word)))):
+            sink(CONSTANTS.get(word, word))
         elif self._is_closed and self._position == len(self._text):  # it may be cut off
             sink(word)
         else:

@@ -17,6 +17,7 @@ from headstart.formats.base import Checkpoint, make_tensor
 from headstart.formats.gguf_names import KEYS, gguf_name
 from headstart.formats.safetensors import Planned, bfloat16
 from headstart.formats.sizes import Sizes, text_config
+from headstart.models.joined import STACK
 from headstart.models.keys import FULL, LINEAR, check_kinds, num_layers, number, real
 from headstart.models.mtp import LlamaCppDraft
 from headstart.models.names import trailing_name
@@ -29,7 +30,6 @@ ACTIVATION = "silu"
 TRUNK = ("embed_tokens.weight", "norm.weight", "lm_head.weight")
 """Canonical names of the trunk's tensors that the file contains too."""
 EXPERT = re.compile(r"layers\.(\d+)\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight")
-FUSED = re.compile(r"layers\.(\d+)\.mlp\.experts\.(gate_up|down)_proj")
 IN_FLOAT32 = ("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight")
 
 
@@ -164,7 +164,7 @@ def _tensors(architecture: LlamaCppDraft, planned: Mapping[str, Planned]) -> lis
     for name, each in planned.items():
         if match := EXPERT.fullmatch(name):
             experts.setdefault(f"blk.{match[1]}.ffn_{match[3]}_exps.weight", {})[int(match[2])] = each
-        elif match := FUSED.fullmatch(name):
+        elif match := STACK.fullmatch(name):
             made += _unfused(f"blk.{match[1]}", match[2], each, architecture)
         elif (new := gguf_name(name)) is None:
             raise ModelError(f"llama.cpp's {architecture.architecture} has no place for {each.name}")

@@ -19,8 +19,8 @@ from headstart.formats.safetensors import CONFIG, Planned, write_stream
 from headstart.heads.eagle3 import OURS
 from headstart.heads.published import MARK
 
-Writer = Callable[[Path, Callable[[int], None]], None]
-"""Writes the file at a path, and calls the function with the bytes of each piece."""
+Wrote = Callable[[int], None]  # is called with the bytes of each piece
+Writer = Callable[[Path, Wrote], None]  # writes the file at a path
 MEGABYTE = 1_000_000
 TAKEN_OVER = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tiktoken.model", "tekken.json",

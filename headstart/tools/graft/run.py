@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -19,13 +19,13 @@ from headstart.formats.base import Checkpoint, Tensor
 from headstart.formats.json_object import read_object
 from headstart.formats.quantization import StoredWeights, settings_of
 from headstart.formats.safetensors import Planned, copied
-from headstart.formats.safetensors_file import INDEX
+from headstart.formats.safetensors_file import INDEX, SINGLE
 from headstart.models.families import is_known
 from headstart.models.mtp import declared
 from headstart.stats import DraftStats
 from headstart.tools.export.heads import can_be_quantized, head_keys, head_names, trunk_prefix, with_keys, without_head
 from headstart.tools.export.module import CODES, make_plain
-from headstart.tools.export.plan import Plan, as_json, check_target, index_text, write_plan
+from headstart.tools.export.plan import Plan, Wrote, as_json, check_target, index_text, write_plan
 from headstart.tools.export.source import inner_files, open_directory, other_weights, side_files
 from headstart.tools.graft.describe import check_method, describe, fp8_blocks, keys_for, modelopt_of, modelopt_text
 from headstart.tools.graft.fit import check_fit
@@ -34,13 +34,11 @@ from headstart.tools.prompts import builtin_prompts, measure_acceptance
 from headstart.version import __version__
 
 HEAD_FILE = "model-mtp.safetensors"
-SINGLE = "model.safetensors"
 PAIR = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 PROVENANCE = "headstart-graft.json"
 MAX_TOKENS = 48
 PAYS, DEAD = 1.4, 1.05
 """Acceptance lengths: from PAYS on, a head saves time on CPUs; below DEAD, it predicts almost nothing."""
-Wrote = Callable[[int], None]
 
 
 def run(options: GraftOptions, progress: Progress = no_progress) -> Report:

@@ -11,11 +11,11 @@ from headstart.errors import HeadstartError, ModelError
 from headstart.formats.base import Checkpoint, Tensor, strip_wrapper
 from headstart.formats.quantization import WeightHeader
 from headstart.formats.sizes import SIZE_KEYS, Sizes, as_size, lookup
+from headstart.heads.base import MAX_MODULES
 from headstart.heads.published import OWN, DrafterFormat
 from headstart.models.expected import ModuleCheck, Slot, compare, require_alike, slots_of
 from headstart.models.families import find_mtp_family
 from headstart.models.head_state import HeadState, shape_text, some, tensors, unchecked
-from headstart.models.mtp import MAX_MODULES
 from headstart.models.native_heads import check_separate_module
 
 MASK_KEYS = ("dflash_config.mask_token_id", "mask_token_id", "dspark_noise_token_id", "ptd_token_id")

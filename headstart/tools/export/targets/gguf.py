@@ -27,11 +27,10 @@ from headstart.kernels.ops import RawTensor
 from headstart.layers.rope import rope_base
 from headstart.models.families import find_mtp_family, mtp_families
 from headstart.tools.export.gguf_model import HeadModel, head_model
-from headstart.tools.export.plan import Plan
+from headstart.tools.export.plan import Plan, Wrote
 from headstart.tools.export.source import ExportRequest, ExportSource, open_directory
 
 _ITEM = {"F32": 4, "BF16": 2}
-Wrote = Callable[[int], None]
 BESIDE = ("token_embd.weight", "output_norm.weight", "output.weight", "rope_freqs.weight")
 CONVERT = "llama.cpp's convert_hf_to_gguf.py --mtp does; or give a GGUF file of the whole model"
 MTP = "llama-server -m MODEL.gguf -md {out}/%s --spec-type draft-mtp"

@@ -7,7 +7,7 @@ from itertools import pairwise
 from math import ceil
 from typing import Any
 
-from headstart.config import SPECULATIVE_FLAGS
+from headstart.config import SPECULATIVE, SPECULATIVE_FLAGS
 from headstart.errors import UsageError
 from headstart.tools.launch.arguments import Version, at_least, parse_json, published
 from headstart.tools.launch.command_line import ArgumentWord, CommandLine
@@ -131,7 +131,7 @@ class Vllm(EngineLauncher, data="vllm.json"):
         for flag, key in ROPE.items():
             if line.find(flag) and not self.supports(version, flag):
                 line.rename(flag, f"--hf-overrides.{key}")
-        word = line.find(OPTION)
+        word = line.find(SPECULATIVE)
         if word and word.value and VARIABLE.fullmatch(word.value):
             beside = [each.flag for each in line.words if each.flag in FOLDED or each.flag.startswith(DOTTED)]
             line.warnings += [f"{flag} belongs into {word.value}, which is not known here" for flag in beside]
@@ -145,11 +145,11 @@ class Vllm(EngineLauncher, data="vllm.json"):
         if config != before:
             text = _dumped(config)
             if word:
-                word.flag, word.value = OPTION, text
+                word.flag, word.value = SPECULATIVE, text
             else:
-                line.put(OPTION, text)
-        elif word and word.flag != OPTION and word.value is not None:
-            line.rename(word.flag, OPTION)
+                line.put(SPECULATIVE, text)
+        elif word and word.flag != SPECULATIVE and word.value is not None:
+            line.rename(word.flag, SPECULATIVE)
         _update_connector(line, version)
 
 
@@ -171,8 +171,7 @@ def _asks_for_ray(extra: Sequence[str]) -> bool:
 
 ROPE = {"--rope-scaling": "rope_parameters", "--rope-theta": "rope_parameters.rope_theta"}
 """Flags that ended in 0.12 -> keys of --hf-overrides, whose dotted keys are merged."""
-OPTION = "--speculative-config"
-DOTTED = f"{OPTION}."  # prefix of flags for single keys of the JSON
+DOTTED = f"{SPECULATIVE}."  # prefix of flags for single keys of the JSON
 VARIABLE = re.compile(r"\$\{?\w+\}?")
 FOLDED = {
     **SPECULATIVE_FLAGS,
@@ -196,7 +195,8 @@ def _read(word: ArgumentWord | None) -> dict[str, Any]:
     config = parse_json(word.value)
     config = parse_json(quoted) if isinstance(config, str) else config
     if not isinstance(config, dict):
-        raise UsageError(f"{OPTION} is not a JSON object: {word.value[:60]}", """for example '{"method": "mtp"}'""")
+        what = f"{SPECULATIVE} is not a JSON object: {word.value[:60]}"
+        raise UsageError(what, """for example '{"method": "mtp"}'""")
     return config
 
 
@@ -212,7 +212,7 @@ def _fold_dotted(line: CommandLine, config: dict[str, Any]) -> None:
     for word in [each for each in line.words if each.flag.startswith(DOTTED)]:
         line.remove(word)
         config[word.flag.removeprefix(DOTTED)] = parse_json(word.value or "")
-        line.changes.append(f"{' '.join(word.text())} -> {OPTION}")
+        line.changes.append(f"{' '.join(word.text())} -> {SPECULATIVE}")
 
 
 def _fold_flags(line: CommandLine, config: dict[str, Any]) -> None:
@@ -225,8 +225,9 @@ def _fold_flags(line: CommandLine, config: dict[str, Any]) -> None:
         except ValueError:
             raise UsageError(f"{flag} is {word.value!r}, which is not a number", "for example 3") from None
         if config.setdefault(key, value) != value:
-            line.warnings.append(f"{flag} {value} and {json.dumps(config[key])} in {OPTION} say two things: choose one")
-        line.changes.append(f"{flag} {word.value} -> {key} in {OPTION}")
+            both = f"{flag} {value} and {json.dumps(config[key])} in {SPECULATIVE}"
+            line.warnings.append(f"{both} say two things: choose one")
+        line.changes.append(f"{flag} {word.value} -> {key} in {SPECULATIVE}")
 
 
 def _update_keys(line: CommandLine, config: dict[str, Any], version: Version) -> None:
