@@ -3,11 +3,9 @@
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from headstart.formats.base import ITEM_BYTES, Bytes, File, Tensor
-
-Indices = NDArray[np.int64]
+from headstart.core import Bytes, Int64
+from headstart.formats.base import ITEM_BYTES, File, Tensor
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -15,8 +13,8 @@ class Cut(File):
     """The bytes of rows [n] and columns [m] of a tensor, both ascending. columns: None for all."""
 
     whole: Tensor
-    rows: Indices
-    columns: Indices | None
+    rows: Int64
+    columns: Int64 | None
 
     def bytes_at(self, begin: int, nbytes: int) -> Bytes:
         """uint8 [nbytes] from byte `begin` of the cut tensor on, a new array."""
@@ -33,7 +31,7 @@ class Cut(File):
         return self.bytes_at(begin, nbytes).tobytes()
 
 
-def cut(tensor: Tensor, rows: Indices, columns: Indices | None = None) -> Tensor:
+def cut(tensor: Tensor, rows: Int64, columns: Int64 | None = None) -> Tensor:
     """A tensor of these rows (indices of the first dimension), and of these columns of the last. Its type is one of
     ITEM_BYTES."""
     source = Cut(tensor.file, tensor.here, mapped=False, whole=tensor, rows=rows, columns=columns)

@@ -14,10 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from headstart import hub
+from headstart.core import Int64
 from headstart.errors import ModelError, UsageError
 from headstart.files import user_path
 from headstart.formats.base import Checkpoint, Tensor
-from headstart.formats.cut import Indices, cut
+from headstart.formats.cut import cut
 from headstart.formats.json_object import read_object
 from headstart.formats.safetensors import CONFIG
 from headstart.layers.attention import AttentionConfig
@@ -125,7 +126,7 @@ def _levels(config: DecoderConfig) -> dict[str, Levels]:
     return found
 
 
-def _kept(whole: DecoderConfig, part: DecoderConfig) -> dict[str, tuple[int, Indices]]:
+def _kept(whole: DecoderConfig, part: DecoderConfig) -> dict[str, tuple[int, Int64]]:
     """Dimension -> (its size in the whole model, indices that stay). Raises ModelError if `part` is no slice."""
     kinds = [[_kind(layer) for layer in each.layers] for each in (part, whole)]
     if kinds[0] != kinds[1]:
@@ -146,20 +147,20 @@ def _kind(layer: LayerConfig) -> list[str]:
     return [name for kind, name in KINDS.items() if isinstance(layer.mixer, kind) or isinstance(layer.mlp, kind)]
 
 
-def _left_out(name: str, part: DecoderConfig, kept: Mapping[str, tuple[int, Indices]]) -> bool:
+def _left_out(name: str, part: DecoderConfig, kept: Mapping[str, tuple[int, Int64]]) -> bool:
     """Whether a tensor belongs to an expert or an MTP module that the slice does not have."""
     expert = re.search(r"\.experts\.(\d+)\.", name)
     return bool(expert and int(expert[1]) >= len(kept["experts"][1])) or (name.startswith("mtp.") and not part.num_mtp)
 
 
-def _cut(tensor: Tensor, name: str, kept: Mapping[str, tuple[int, Indices]]) -> Tensor:
+def _cut(tensor: Tensor, name: str, kept: Mapping[str, tuple[int, Int64]]) -> Tensor:
     """A tensor with the rows and columns that stay. name: its canonical name. Raises ModelError."""
     if prod(tensor.shape) == 1:  # a scale of the whole matrix
         return tensor
     axes = next((axes for pattern, axes in AXES.items() if re.fullmatch(rf"({pattern})(\.\w+)?", name)), None)
     if axes is None or name.rpartition(".")[2] not in WORDS:
         raise ModelError(f"--slice: {tensor.name} is of no kind that is cut", "known are BF16, FP8 and NVFP4 weights")
-    indices: list[Indices | None] = []
+    indices: list[Int64 | None] = []
     for axis, stored in zip(axes, tensor.shape, strict=False):
         sizes, parts = zip(*(kept[each] for each in axis.split()), strict=True)
         starts = np.cumsum([0, *sizes])
@@ -171,7 +172,7 @@ def _cut(tensor: Tensor, name: str, kept: Mapping[str, tuple[int, Indices]]) -> 
     return cut(tensor, rows, indices[1] if len(indices) > 1 else None)
 
 
-def _stored(tensor: Tensor, name: str, stored: int, size: int, taken: Indices) -> Indices | None:
+def _stored(tensor: Tensor, name: str, stored: int, size: int, taken: Int64) -> Int64 | None:
     """Indices along an axis that stores one value for each of `size` columns, or for groups of them; None for an axis
     that stays whole. Raises ModelError."""
     if stored == size:

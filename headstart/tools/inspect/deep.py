@@ -8,24 +8,21 @@ style, attention mask within a block, layer ids off by one (z-lab counts outputs
 whether the row of the last token drafts.
 """
 
-import json
 import math
-from collections.abc import Callable, Iterator
 from dataclasses import astuple, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from headstart import hub, machine
-from headstart.config import MAX_DEPTH, EngineConfig
+from headstart.config import EngineConfig
 from headstart.core import Progress
 from headstart.errors import HeadstartError, ModelError
 from headstart.formats import open_checkpoint
 from headstart.formats.json_object import read_object
-from headstart.heads.base import Head, HeadSpec
+from headstart.heads.base import Head
 from headstart.heads.published import MARK
-from headstart.layers.decoder import tapped_layers
 from headstart.stats import DraftStats
 from headstart.tools.prompts import builtin_prompts, measure_acceptance
 
@@ -33,6 +30,7 @@ if TYPE_CHECKING:
     from headstart.engine.load import Model
     from headstart.tools.inspect.forced import SavedStates
     from headstart.tools.inspect.forced_head import Counts, TeacherForcedHead
+    from headstart.tools.inspect.readings import HeadReading
 
 DEPTHS = (1, 2, 3)
 TOKENS = 40  # longest answer to each prompt
@@ -58,15 +56,7 @@ def measure(model: str | None, head: str | None, progress: Progress) -> dict[str
         return {"ran": False, "why": error.message}
 
 
-class HeadReading(NamedTuple):
-    """Another way to interpret a head's weights."""
-
-    description: str  # such as "the hidden state before the embedding"
-    suggestion: str  # the change after which engines read the weights like this
-    head: Callable[[], Head]
-
-
-MeasuredReading = tuple[HeadReading, DraftStats]
+MeasuredReading = tuple["HeadReading", DraftStats]
 
 
 def _measure_streamed(model: "Model", progress: Progress) -> dict[str, Any]:
@@ -158,13 +148,13 @@ def _measure_block_readings(
     """(drafts with config.json's settings, with each other setting, with the best if it is better) of a block drafter.
     A difference that may be chance is measured again over longer texts."""
     from headstart.api import LLM
-    from headstart.tools.inspect.readings import rebuilt
+    from headstart.tools.inspect.readings import block_readings, rebuilt
 
     head = model.head
     assert head
     written = Path(head.source) / "config.json"
     ours = written.is_file() and MARK in read_object(written)
-    others = list(other_readings(head.spec, model.config.num_layers, partial(rebuilt, model, head), ours=ours))
+    others = list(block_readings(head.spec, model.config.num_layers, partial(rebuilt, model, head), ours=ours))
     texts, done = len(builtin_prompts()), count(1)
     whole = [texts * len(others)]
 
@@ -220,39 +210,6 @@ def _rates(stats: DraftStats) -> list[float]:
 
 SHARE, ERRORS = 0.05, 3.0
 """Required gain in acceptance length of another setting: relative, and in standard errors of the difference."""
-
-
-def other_readings(
-    spec: HeadSpec, num_layers: int, read: Callable[[HeadSpec], Head], *, ours: bool = False
-) -> Iterator[HeadReading]:
-    """Yields other settings of a block drafter on a trunk of `num_layers`; none for other heads. `read` makes a head
-    with a spec. `ours`: config.json is in headstart's format, which decides the spelling of suggestions."""
-    block, taps = spec.block, tapped_layers(spec.tap)
-    if block is None:
-        return
-
-    def reading(description: str, suggestion: str, **changes: Any) -> HeadReading:
-        return HeadReading(description, suggestion, partial(read, replace(spec, block=replace(block, **changes))))
-
-    style = "half-split" if block.interleaved else "interleaved"
-    rope = json.dumps({"interleaved": not block.interleaved} if ours else {"is_neox_style": block.interleaved})[1:-1]
-    yield reading(f"a RoPE that is {style}", rope, interleaved=not block.interleaved)
-    causal = not block.all_causal
-    how = "only earlier rows of their block" if causal else "all rows of their block"
-    mask = f'"{"causal" if ours else "is_causal"}": {json.dumps(causal)}'
-    yield reading(f"rows that see {how}", mask, causal=causal, causal_windows=causal)
-    for step in (1, -1):
-        moved = tuple(layer + step for layer in taps)
-        if moved[0] >= 0 and moved[-1] < num_layers:
-            what = f"layer ids that are one {'higher' if step == 1 else 'lower'}"
-            changed = partial(read, replace(spec, tap=moved))
-            yield HeadReading(what, f"add {step} to each of its layer ids", changed)
-    rows = block.rows_for(block.block_size)
-    if drafts := min(rows - block.anchor_predicts, MAX_DEPTH):
-        anchor = not block.anchor_predicts
-        what = f"a first row that drafts {'too' if anchor else 'nothing'}"
-        fix = f'"{"anchor_predicts" if ours else "sample_from_anchor"}": {json.dumps(anchor)}'
-        yield reading(what, fix, anchor_predicts=anchor, block_size=drafts)
 
 
 def gains(other: DraftStats, as_published: DraftStats) -> bool:

@@ -1,10 +1,13 @@
-"""Other ways to interpret the weights of an MTP head, each of which another converter or engine could have meant."""
+"""Other ways to interpret the weights of an MTP head or block drafter, which converters or engines could have meant."""
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from headstart.config import MAX_DEPTH
 from headstart.engine.load import NATIVE_HEAD, Model, fit_head
 from headstart.formats.quantization import readable
 from headstart.heads.base import Head, HeadSpec, limit_window
@@ -13,16 +16,23 @@ from headstart.heads.kind import head_kind
 from headstart.heads.mtp import MTPModule
 from headstart.kernels.streamed import LazyWeight
 from headstart.layers.attention import AttentionConfig
-from headstart.layers.decoder import Tap
+from headstart.layers.decoder import Tap, tapped_layers
 from headstart.layers.linear import Linear
 from headstart.layers.mla import MLAConfig
 from headstart.layers.norm import RMSNorm
 from headstart.layers.weights import Weights
 from headstart.models.native_heads import examine
-from headstart.tools.inspect.deep import HeadReading
 from headstart.tools.inspect.findings import shared_tensors
 
 OTHER_TAP: dict[Tap, Tap] = {"post_norm": "pre_norm", "pre_norm": "post_norm"}
+
+
+class HeadReading(NamedTuple):
+    """Another way to interpret a head's weights."""
+
+    description: str  # such as "the hidden state before the embedding"
+    suggestion: str  # the change after which engines read the weights like this
+    head: Callable[[], Head]
 
 
 def mtp_readings(model: Model) -> Iterator[HeadReading]:
@@ -98,6 +108,39 @@ def _own(model: Model, head: Head) -> Iterator[HeadReading]:
         title = "embedding" if what == "embedding" else "LM head"
         fix = f"use an engine that loads {name}"
         yield HeadReading(f"its own {title}", fix, lambda part=part: replace(head, **part))  # type: ignore[misc]
+
+
+def block_readings(
+    spec: HeadSpec, num_layers: int, read: Callable[[HeadSpec], Head], *, ours: bool = False
+) -> Iterator[HeadReading]:
+    """Yields other settings of a block drafter on a trunk of `num_layers`; none for other heads. `read` makes a head
+    with a spec. `ours`: config.json is in headstart's format, which decides the spelling of suggestions."""
+    block, taps = spec.block, tapped_layers(spec.tap)
+    if block is None:
+        return
+
+    def reading(description: str, suggestion: str, **changes: Any) -> HeadReading:
+        return HeadReading(description, suggestion, partial(read, replace(spec, block=replace(block, **changes))))
+
+    style = "half-split" if block.interleaved else "interleaved"
+    rope = json.dumps({"interleaved": not block.interleaved} if ours else {"is_neox_style": block.interleaved})[1:-1]
+    yield reading(f"a RoPE that is {style}", rope, interleaved=not block.interleaved)
+    causal = not block.all_causal
+    how = "only earlier rows of their block" if causal else "all rows of their block"
+    mask = f'"{"causal" if ours else "is_causal"}": {json.dumps(causal)}'
+    yield reading(f"rows that see {how}", mask, causal=causal, causal_windows=causal)
+    for step in (1, -1):
+        moved = tuple(layer + step for layer in taps)
+        if moved[0] >= 0 and moved[-1] < num_layers:
+            what = f"layer ids that are one {'higher' if step == 1 else 'lower'}"
+            changed = partial(read, replace(spec, tap=moved))
+            yield HeadReading(what, f"add {step} to each of its layer ids", changed)
+    rows = block.rows_for(block.block_size)
+    if drafts := min(rows - block.anchor_predicts, MAX_DEPTH):
+        anchor = not block.anchor_predicts
+        what = f"a first row that drafts {'too' if anchor else 'nothing'}"
+        fix = f'"{"anchor_predicts" if ours else "sample_from_anchor"}": {json.dumps(anchor)}'
+        yield reading(what, fix, anchor_predicts=anchor, block_size=drafts)
 
 
 def rebuilt(model: Model, head: Head, spec: HeadSpec) -> Head:

@@ -13,7 +13,8 @@ from headstart.heads.base import BlockSpec, HeadSpec
 from headstart.heads.kind import head_kind
 from headstart.models.small import random_arrays
 from headstart.tools.inspect import run as inspect
-from headstart.tools.inspect.deep import LONGER, TOKENS, HeadReading, is_better, other_readings
+from headstart.tools.inspect.deep import LONGER, TOKENS, is_better
+from headstart.tools.inspect.readings import HeadReading, block_readings
 
 BLOCK = BlockSpec(block_size=3, num_layers=1, mask_token_id=3, causal=False, anchor_predicts=False)
 SPEC = HeadSpec(kind="block", tap=(1, 3), block=BLOCK)
@@ -28,7 +29,7 @@ def counts(*per_position: int, drafts: int = 200) -> DraftStats:
 def readings(spec: HeadSpec, layers: int = 5, *, ours: bool = False) -> list[HeadReading]:
     """The readings of a block drafter, each with its spec in place of a head."""
     read: Any = replace
-    return list(other_readings(spec, layers, read, ours=ours))
+    return list(block_readings(spec, layers, read, ours=ours))
 
 
 def test_every_reading_changes_one_thing_and_says_what_to_write() -> None:
