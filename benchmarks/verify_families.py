@@ -101,7 +101,7 @@ def cells(row: Row, args: argparse.Namespace, folder: Path) -> Measured:
 
 
 def transformers(row: Row, args: argparse.Namespace, folder: Path) -> Measured:
-    if row.weight_format:
+    if row.weight_format or row.name in in_transformers.NOT_THERE:
         return dict.fromkeys(COLUMNS["transformers"][0], "-"), {}
     found = in_transformers.compare(row.family, row.module, folder / "theirs" / row.name, row.changes)
     steps = in_transformers.GREEDY
@@ -113,7 +113,7 @@ def transformers(row: Row, args: argparse.Namespace, folder: Path) -> Measured:
 
 
 def llama(row: Row, args: argparse.Namespace, folder: Path) -> Measured:
-    if row.weight_format or row.module in in_llama.NOT_THERE:
+    if row.weight_format or {row.module, row.name} & {*in_llama.NOT_THERE}:
         return dict.fromkeys(in_llama.TYPES, "-"), {}
     place = folder / "gguf" / row.name
     found = in_llama.compare_all(row.family, row.module, row.name, place, row.changes, args.llama_source)

@@ -16,75 +16,49 @@ constexpr int64_t kTilesPerTask = 8;   // query tiles of one row per task: they 
 
 int64_t num_visible(const Pass& pass, int64_t row) { return pass.sees[row] + 1 - pass.first_position; }
 
-int score(Program& program, int q, int weights, nb::object kv_pool, int64_t heads, int64_t top_k, int64_t every) {
+// Scores of windows for each group of heads: scores.row(row)[group * windows + window]. With weights (-1: none) the score of
+// a window is that of its last position, else the greatest of its visible positions. `windows` of a row; rows with at most
+// `few` have no scores.
+template <class Windows>
+int score(Program& program, int q, int weights, nb::object kv_pool, int64_t heads, int64_t groups, int64_t few,
+          int64_t every, Windows windows) {
     KVPool* pool = nb::cast<KVPool*>(kv_pool);
     program.limits.reach(program.limits.table_slots, pool->num_slots);
     program.scores.wanted = true;
     const int scored = program.buffer(0, false);
-    Step step;
-    step.label = "attention";
-    step.reads = {q, weights};
-    step.writes = {scored};
-    step.owners = {kv_pool};
-    step.num_tasks = [&program](const Pass& pass) {
-        return pass.num_rows * ((program.scores.width + kSplit - 1) / kSplit);
-    };
-    step.run = [&program, pool, q, weights, heads, top_k, every](const Pass& pass, int64_t index) {
-        const int64_t parts = (program.scores.width + kSplit - 1) / kSplit, row = index / parts;
-        if (num_visible(pass, row) / every <= top_k) return;
-        IndexTask task{};
-        static_cast<Tiles&>(task) = tiles_of(*pool, pass, pass.row_spans[row], 0);
-        gather_path(*pool, pass, row, task);
-        task.num_heads = heads;
-        task.begin = index % parts * kSplit;
-        task.end = std::min<int64_t>(task.begin + kSplit, pass.sees[row] + 1);
-        task.queries = program.values(q, row);
-        task.weights = program.values(weights, row);
-        task.scores = program.scores.row(row) + task.begin;
-        program.kernels.index_scores(task);
-    };
-    program.add(std::move(step));
-    return scored;
-}
-
-int64_t num_blocks(const Pass& pass, int64_t row, int64_t every) { return (num_visible(pass, row) + every - 1) / every; }
-
-// Scores of blocks for each head: scores.row(row)[head * num_blocks + block], the greatest query . key of the block's
-// visible positions. Rows that see at most top_k blocks have none.
-int score_blocks(Program& program, int q, nb::object kv_pool, int64_t heads, int64_t top_k, int64_t every) {
-    KVPool* pool = nb::cast<KVPool*>(kv_pool);
-    program.limits.reach(program.limits.table_slots, pool->num_slots);
-    program.scores.wanted = true;
-    const int scored = program.buffer(0, false);
-    const int64_t stretch = std::max<int64_t>(kSplit / every, 1); // blocks scored by one task
+    const int64_t stretch = std::max<int64_t>(kSplit / every, 1); // windows scored by one task
     Step step;
     step.label = "attention";
     step.reads = {q};
+    if (weights >= 0) step.reads.push_back(weights);
     step.writes = {scored};
     step.owners = {kv_pool};
     const auto num_parts = [&program, each = stretch * every] { return (program.scores.width + each - 1) / each; };
     step.num_tasks = [num_parts](const Pass& pass) { return pass.num_rows * num_parts(); };
-    step.run = [&program, pool, q, heads, top_k, every, stretch, num_parts](const Pass& pass, int64_t index) {
-        const int64_t parts = num_parts(), row = index / parts, count = num_blocks(pass, row, every);
-        const int64_t first = index % parts * stretch, last = std::min(first + stretch, count);
-        if (count <= top_k || first >= last) return;
-        const int64_t from = pass.first_position + first * every, end = pass.sees[row] + 1;
+    step.run = [&program, pool, q, weights, heads, groups, few, every, windows, stretch,
+                num_parts](const Pass& pass, int64_t index) {
+        const int64_t parts = num_parts(), row = index / parts, count = windows(pass, row);
+        const int64_t begin = index % parts * stretch, end = std::min(begin + stretch, count);
+        if (count <= few || begin >= end) return;
+        const int64_t first = pass.first_position;
         thread_local std::vector<float> scores;
         IndexTask task{};
         static_cast<Tiles&>(task) = tiles_of(*pool, pass, pass.row_spans[row], 0);
         gather_path(*pool, pass, row, task);
-        task.num_heads = 1;
-        task.begin = from / 16 * 16;
-        task.end = std::min(from + (last - first) * every, end);
+        task.num_heads = heads / groups;
+        task.begin = (first + begin * every) / 16 * 16;
+        task.end = std::min<int64_t>(first + end * every, pass.sees[row] + 1);
         scores.resize((task.end - task.begin + 15) / 16 * 16);
         task.scores = scores.data();
-        for (int64_t head = 0; head < heads; ++head) {
-            task.queries = program.values(q, row) + head * pool->layout.head_dim;
+        for (int64_t group = 0; group < groups; ++group) {
+            task.queries = program.values(q, row) + group * task.num_heads * pool->layout.head_dim;
+            task.weights = weights < 0 ? nullptr : program.values(weights, row) + group * task.num_heads;
             program.kernels.index_scores(task);
-            for (int64_t block = first; block < last; ++block) {
-                const int64_t at = pass.first_position + block * every, behind = std::min(at + every, task.end);
-                program.scores.row(row)[head * count + block] =
-                    *std::max_element(task.scores + at - task.begin, task.scores + behind - task.begin);
+            float* out = program.scores.row(row) + group * count;
+            for (int64_t window = begin; window < end; ++window) {
+                const int64_t at = first + window * every, behind = std::min(at + every, task.end);
+                const float* from = scores.data() - task.begin;
+                out[window] = weights < 0 ? *std::max_element(from + at, from + behind) : from[behind - 1];
             }
         }
     };
@@ -92,23 +66,24 @@ int score_blocks(Program& program, int q, nb::object kv_pool, int64_t heads, int
     return scored;
 }
 
-// Indices of the top_k best scores + `first`, ascending; ties go to lower indices.
-void top_indices(const float* scores, int64_t count, int64_t top_k, int32_t first, int32_t* places) {
+// Indices of the top_k best scores, ascending; ties go to lower indices.
+void top_indices(const float* scores, int64_t count, int64_t top_k, int32_t* places) {
     thread_local std::vector<float> sorted;
     sorted.assign(scores, scores + count);
     std::nth_element(sorted.begin(), sorted.begin() + (top_k - 1), sorted.end(), std::greater<float>());
     const float least = sorted[top_k - 1];
     int64_t equal = top_k - std::count_if(sorted.begin(), sorted.begin() + top_k, [&](float each) { return each > least; });
     for (int64_t i = 0; i < count; ++i)
-        if (scores[i] > least || (scores[i] == least && equal-- > 0)) *places++ = first + (int32_t)i;
+        if (scores[i] > least || (scores[i] == least && equal-- > 0)) *places++ = (int32_t)i;
 }
 
-// The positions of `count` windows, given by their indices in `picked`, then those behind the last whole window.
-int64_t whole_windows(const std::vector<int32_t>& picked, int64_t every, int64_t first, int64_t visible, int32_t* places) {
+// The positions of the windows in `picked`, then the visible ones after the first `count` windows.
+int64_t whole_windows(const std::vector<int32_t>& picked, int64_t count, int64_t every, int64_t first, int64_t visible,
+                      int32_t* places) {
     int64_t found = 0;
     for (int32_t window : picked)
         for (int64_t i = 0; i < every; ++i) places[found++] = (int32_t)(first + window * every + i);
-    for (int64_t i = visible / every * every; i < visible; ++i) places[found++] = (int32_t)(first + i);
+    for (int64_t i = count * every; i < visible; ++i) places[found++] = (int32_t)(first + i);
     return found;
 }
 
@@ -120,7 +95,7 @@ void keep_blocks(const float* scores, int64_t count, int64_t blocks, int64_t siz
         greatest.push_back(*std::max_element(scores + i, scores + std::min(i + size, count)));
     greatest.back() = INFINITY;
     *kept = (int32_t)std::min<int64_t>(blocks, greatest.size());
-    top_indices(greatest.data(), greatest.size(), *kept, 0, kept + 1);
+    top_indices(greatest.data(), greatest.size(), *kept, kept + 1);
 }
 
 // Moves the scores of the kept blocks to the front, in order, and returns their number.
@@ -131,56 +106,64 @@ int64_t scores_among(float* scores, int64_t count, int64_t size, const int32_t* 
     return end - scores;
 }
 
-// Returns a buffer of int32 rows: number of selected positions, then the positions, which are left out if all are selected.
-// Windows of `every` positions are selected by the scores of their last ones; whole: with all their positions.
+// Returns a buffer of int32 rows, one for each group of heads: number of selected positions, then the positions, which are
+// left out if all are selected. Windows of `every` positions are selected by the scores of their last ones; whole: with all
+// their positions; own: without the last visible window, which is always selected.
 // blocks > 0: candidates (Ops.select_positions), blocks of block_size windows. A source (among < 0) writes the number of kept
 // blocks, then the blocks, behind its positions; among: the buffer of the last source, of the same top_k.
-int choose(Program& program, int q, int weights, nb::object kv_pool, int64_t heads, int64_t top_k, int64_t every,
-           bool whole, int64_t blocks, int64_t block_size, int among) {
+int choose(Program& program, int q, int weights, nb::object kv_pool, int64_t heads, int64_t groups, int64_t top_k,
+           int64_t every, bool whole, bool own, int64_t blocks, int64_t block_size, int among) {
     const KVLayout layout = nb::cast<KVPool*>(kv_pool)->layout;
     require(heads > 0 && top_k > 0 && layout.num_heads == 1 && program.buffers[q].width == heads * layout.head_dim &&
                 program.buffers[weights].width == heads && !program.buffers[q].logits,
             "choose: shapes differ");
     require(every > 0 && blocks >= 0 && block_size > 0, "choose: every and block_size must be above 0");
-    require(blocks > 0 ? !whole : among < 0, "choose: whole windows are not selected among candidates");
+    require(groups > 0 && heads % groups == 0 && groups <= every, "choose: groups must divide the heads, and be at most every");
+    require(blocks > 0 ? !whole && groups == 1 : among < 0, "choose: whole windows are not selected among candidates");
+    require(whole || !own, "choose: own positions are those of whole windows");
+    const auto windows = [every, own](const Pass& pass, int64_t row) { return (num_visible(pass, row) - own) / every; };
     const int64_t few = blocks > 0 ? std::min(top_k, blocks * block_size) : top_k; // windows, of which none is left out
-    const int scored = score(program, q, weights, kv_pool, heads, few, every);
+    const int scored = score(program, q, weights, kv_pool, heads, groups, few, every, windows);
     const bool keeps = blocks > 0 && among < 0;
-    const int chosen = program.buffer(whole ? (top_k + 1) * every : top_k + 1 + (keeps ? blocks + 1 : 0), false);
+    const int chosen = program.buffer(whole ? (top_k + 1) * every + 1 : top_k + 1 + (keeps ? blocks + 1 : 0), false);
+    program.buffers[chosen].copies = groups;
     Step step;
     step.label = "attention";
     step.reads = {scored};
     step.writes = {chosen};
     if (among >= 0) step.reads.push_back(among);
     step.by_rows = true;
-    step.run = [&program, chosen, top_k, few, every, whole, blocks, block_size, among,
+    step.run = [&program, chosen, windows, groups, top_k, few, every, whole, blocks, block_size, among,
                 keeps](const Pass& pass, int64_t row) {
-        auto* found = reinterpret_cast<int32_t*>(program.values(chosen, row));
-        const int64_t count = num_visible(pass, row) / every, first = pass.first_position;
-        *found = (int32_t)(whole && count <= top_k ? num_visible(pass, row) : std::min(count, top_k));
-        if (count <= few) return;
-        float* scores = program.scores.row(row) + first;
-        for (int64_t i = 0; every > 1 && i < count; ++i) scores[i] = scores[(i + 1) * every - 1];
-        if (keeps) keep_blocks(scores, count, blocks, block_size, found + 1 + top_k);
-        if (whole) {
-            thread_local std::vector<int32_t> picked;
-            picked.resize(top_k);
-            top_indices(scores, count, top_k, 0, picked.data());
-            *found = (int32_t)whole_windows(picked, every, first, num_visible(pass, row), found + 1);
-            return;
-        }
-        const auto* in = among < 0 ? nullptr : reinterpret_cast<const int32_t*>(program.values(among, row)) + 1 + top_k;
-        const int64_t candidates = in ? scores_among(scores, count, block_size, in) : count;
-        *found = (int32_t)std::min(candidates, top_k);
-        top_indices(scores, candidates, *found, 0, found + 1);
-        for (int64_t i = 1; i <= *found; ++i) {
-            const int64_t window = in ? in[1 + found[i] / block_size] * block_size + found[i] % block_size : found[i];
-            found[i] = (int32_t)(first + (window + 1) * every - 1);
+        const int64_t count = windows(pass, row), first = pass.first_position, visible = num_visible(pass, row);
+        for (int64_t group = 0; group < groups; ++group) {
+            auto* found = reinterpret_cast<int32_t*>(program.values(chosen, row * groups + group));
+            *found = (int32_t)(whole && count <= top_k ? visible : std::min(count, top_k));
+            if (count <= few) continue;
+            float* scores = program.scores.row(row) + group * count;
+            if (keeps) keep_blocks(scores, count, blocks, block_size, found + 1 + top_k);
+            if (whole) {
+                thread_local std::vector<int32_t> picked;
+                picked.resize(top_k);
+                top_indices(scores, count, top_k, picked.data());
+                *found = (int32_t)whole_windows(picked, count, every, first, visible, found + 1);
+                continue;
+            }
+            const auto* in = among < 0 ? nullptr : reinterpret_cast<const int32_t*>(program.values(among, row)) + 1 + top_k;
+            const int64_t candidates = in ? scores_among(scores, count, block_size, in) : count;
+            *found = (int32_t)std::min(candidates, top_k);
+            top_indices(scores, candidates, *found, found + 1);
+            for (int64_t i = 1; i <= *found; ++i) {
+                const int64_t window = in ? in[1 + found[i] / block_size] * block_size + found[i] % block_size : found[i];
+                found[i] = (int32_t)(first + (window + 1) * every - 1);
+            }
         }
     };
     program.add(std::move(step));
     return chosen;
 }
+
+int64_t num_blocks(const Pass& pass, int64_t row, int64_t every) { return (num_visible(pass, row) + every - 1) / every; }
 
 // As `choose`, with a selection of blocks for each head (one buffer row each); the last block is always selected.
 int choose_blocks(Program& program, int q, nb::object kv_pool, int64_t heads, int64_t top_k, int64_t every) {
@@ -189,7 +172,8 @@ int choose_blocks(Program& program, int q, nb::object kv_pool, int64_t heads, in
                 !program.buffers[q].logits,
             "choose_blocks: shapes differ");
     require(every >= 2 * heads, "choose_blocks: a block must have two positions for each head or more"); // Scores::width
-    const int scored = score_blocks(program, q, kv_pool, heads, top_k, every);
+    const auto windows = [every](const Pass& pass, int64_t row) { return num_blocks(pass, row, every); };
+    const int scored = score(program, q, -1, kv_pool, heads, heads, top_k, every, windows);
     const int chosen = program.buffer(top_k * every + 1, false);
     program.buffers[chosen].copies = heads;
     Step step;
@@ -207,7 +191,7 @@ int choose_blocks(Program& program, int q, nb::object kv_pool, int64_t heads, in
             if (count <= top_k) continue;
             float* scores = program.scores.row(row) + head * count;
             scores[count - 1] = INFINITY;
-            top_indices(scores, count, top_k, 0, picked.data());
+            top_indices(scores, count, top_k, picked.data());
             int32_t* places = found + 1;
             for (int64_t block : picked)
                 for (int64_t i = block * every; i < std::min((block + 1) * every, visible); ++i)
@@ -272,8 +256,9 @@ int attend_chosen(Program& program, int q, nb::object kv_pool, int64_t num_heads
 
 void bind_choice_steps(nb::class_<Program>& program) {
     program
-        .def("choose", choose, nb::arg("q"), nb::arg("weights"), nb::arg("pool"), nb::arg("heads"), nb::arg("top_k"),
-             nb::arg("every"), nb::arg("whole"), nb::arg("blocks") = 0, nb::arg("block_size") = 1, nb::arg("among") = -1)
+        .def("choose", choose, nb::arg("q"), nb::arg("weights"), nb::arg("pool"), nb::arg("heads"),
+             nb::arg("groups"), nb::arg("top_k"), nb::arg("every"), nb::arg("whole"), nb::arg("own"),
+             nb::arg("blocks") = 0, nb::arg("block_size") = 1, nb::arg("among") = -1)
         .def("choose_blocks", choose_blocks)
         .def("attend_chosen", attend_chosen, nb::arg("q"), nb::arg("pool"), nb::arg("num_heads"), nb::arg("scale"),
              nb::arg("softcap"), nb::arg("sinks").none(), nb::arg("chosen"));

@@ -19,6 +19,8 @@ from headstart.config import EngineConfig
 from headstart.engine.load import Model, load_model
 from headstart.models.base import Family
 
+NOT_THERE = ("step5",)
+"""Rows of which transformers has no class."""
 LENGTH, GREEDY = 90, 100
 LIMIT = 2e-4
 """Of logits in float32."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from test_step5 import CONFIG as STEP5
 from tiny_models import write_model
 
 from families.softened import DAMPED, agreeing, kind_of_head
@@ -34,6 +35,7 @@ VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "layer_types": [("sliding", "full")[i % 2 if i < 3 else i - 3] + "_attention" for i in range(5)],
         },
     ),
+    "step5": ("step3p5", STEP5),
 }  # fmt: skip
 """Rows beside those of each family: the family, and changes of its small config."""
 QUANTIZED, SIZES = "mimo", {"hidden_size": 128, "intermediate_size": 256}

@@ -237,7 +237,9 @@ class Ops(Protocol):
         score = sum over heads of weight * max(q . k, 0); q [R, heads * head_dim], weights [R, heads], keys in the pool.
         Candidates are the positions up to plan.visible_end that end a window of spec.every, counted from
         plan.first_position. The spec.top_k best are selected (ties: the lower position; NaN last); with spec.whole all
-        positions of their windows, and those after the last whole window.
+        positions of their windows, and those after the last whole window. With spec.own the window of
+        plan.visible_end is no candidate, and all its positions up to there are selected. Each of spec.groups groups of
+        heads selects for as many KV heads.
 
         With spec.candidates the candidates, in order, form blocks of `size`; the last block may be shorter. Its source
         keeps the `count` blocks with the greatest scores (a block's: that of its best candidate; ties: the lower

@@ -7,7 +7,7 @@ Canonical tensors under `{layer}.self_attn`: `{q,k,v,o}_proj`, `gate_proj`, `{q,
 from dataclasses import dataclass
 
 from headstart.kernels.ops import AttentionSpec, AttentionTemperature, Buffer, KVSpec, Ops, Pool, RopeSpec, Weight
-from headstart.layers.indexer import BlockIndexer, BlockIndexerConfig
+from headstart.layers.indexer import BlockIndexer, BlockIndexerConfig, Indexer, IndexerConfig
 from headstart.layers.linear import Linear, scale
 from headstart.layers.norm import RMSNorm
 from headstart.layers.parts import Mixer, MixerConfig
@@ -34,7 +34,7 @@ class AttentionConfig(MixerConfig):
     v_norm: bool = False  # RMSNorm of values, without a weight
     keys_are_values: bool = False  # v is k before its norm and rope
     value_scale: float = 1.0  # multiplies values
-    indexer: BlockIndexerConfig | None = None  # selects the positions that a row attends to
+    indexer: IndexerConfig | BlockIndexerConfig | None = None  # selects the positions that a row attends to
 
     @property
     def num_kernels(self) -> int:
@@ -69,7 +69,7 @@ class AttentionConfig(MixerConfig):
             k_norm=norms.get("k_norm"),
             v_norm=weights.unweighted_norm(self.spec.head_dim, eps) if self.v_norm and "k_proj" in linears else None,
             sinks=weights.get(f"{name}.sinks", self.spec.num_heads) if self.sinks else None, config=self,
-            indexer=self.indexer.build(weights, name, eps=eps, in_features=in_features) if self.indexer else None,
+            indexer=self.indexer.build(weights, name, in_features, in_features=in_features) if self.indexer else None,
         )  # fmt: skip
 
     def shapes(self, prefix: str, hidden: int, *, in_features: int) -> Shapes:
@@ -82,7 +82,7 @@ class AttentionConfig(MixerConfig):
         if not self.qk_norm_unweighted:
             shapes |= {f"{prefix}.self_attn.{name}.weight": (width,) for name, width in self._norms.items()}
         if self.indexer:
-            shapes |= self.indexer.shapes(f"{prefix}.self_attn", in_features=in_features)
+            shapes |= self.indexer.shapes(f"{prefix}.self_attn", in_features, in_features=in_features)
         return shapes | ({f"{prefix}.self_attn.sinks": (self.spec.num_heads,)} if self.sinks else {})
 
     def _linears(self, hidden: int, in_features: int) -> dict[str, tuple[tuple[int, int], bool]]:
@@ -125,7 +125,7 @@ class Attention(Mixer):
     v_norm: RMSNorm | None
     sinks: Weight | None
     config: AttentionConfig
-    indexer: BlockIndexer | None = None
+    indexer: Indexer | BlockIndexer | None = None
 
     def store(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> None:
         """Stores keys and values of rows without queries."""
@@ -155,7 +155,7 @@ class Attention(Mixer):
         chosen: Pool = None
         if self.indexer:
             pool, *indexed = pool
-            self.indexer(ops, self.indexer.project(ops, x), positions, tuple(indexed))
+            self.indexer(ops, self.indexer.project(ops, x), x, positions, tuple(indexed))
             chosen = indexed[-1]
         q = self._norm_and_rotate(ops, q, self.q_norm, positions)
         q = ops.scale_by_position(q, positions, self.config.temperature) if self.config.temperature else q

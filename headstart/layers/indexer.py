@@ -6,7 +6,9 @@ features of q and k are rotated (HY-V4: the last). The score of a position is th
 order; so is the Hadamard transform of q and k, which keeps q . k. Formula: transformers 5.23, `DeepseekV32Indexer`.
 
 With pools (GLM-5.3) a key covers a window of positions, weighted by a softmax of gates (see Ops.compress), and whole
-windows are selected. Formula: transformers 5.24, `Glm5NextTextIndexer`.
+windows are selected. Formula: transformers 5.24, `Glm5NextTextIndexer`. In Step-5 (CSA) gates have no bias, queries
+read x and are normed, and each group of heads selects for a KV head, beside the row's own window. Formula: vLLM 0.33,
+`models/step5/nvidia` (ops/summary_update.py, sparse_indexer_scores.py, sparse_indexer.py).
 
 A block indexer (MiniMax-M3) has a query head for each KV head of the attention, which selects blocks for that head by
 the greatest q . k of a block (see Ops.select_blocks); q and k = norm(W x), rotated like the attention's. Formula:
@@ -15,7 +17,8 @@ keys before norm and rope, at the block's first position; the score of a block i
 Formula: transformers 5.24, `Qwen4ExpTextQSAIndexer`.
 
 Canonical tensors under `{layer}.self_attn.indexer`: `wq_b`, `wk`, `weights_proj`, `k_norm` (weight and bias); with
-pools `pool_gate` [dim, H] and `pool_bias` [pool * dim]. Of a block indexer: `{q,k}_proj`, `{q,k}_norm`.
+pools `pool_gate` [dim, H] and `pool_bias` [pool * dim]; in Step-5 `q_norm`. Of a block indexer: `{q,k}_proj` and
+`{q,k}_norm`.
 """
 
 from dataclasses import dataclass, replace
@@ -41,7 +44,9 @@ class IndexerConfig:
     rope: RopeSpec | None  # None: nothing is rotated
     interleaved: bool = False  # the file stores the two features of a rotary pair next to each other
     trailing: bool = False  # the file has the rotated features last
-    eps: float = EPS  # of the norm of keys
+    eps: float = EPS  # of norms
+    query_norm: bool = False
+    pool_bias: bool = True  # gates of pools have a bias by place
 
     @property
     def kv_specs(self) -> tuple[KVSpec, ...]:
@@ -58,6 +63,7 @@ class IndexerConfig:
         heads, dim = spec.num_heads, spec.head_dim
         queries = (np.arange(heads)[:, None] * dim + order).reshape(-1)
         norm = weights.raw(f"{name}.k_norm.weight", (dim,)), weights.raw(f"{name}.k_norm.bias", (dim,))
+        size = spec.every * dim
         query, key = (
             weights.raw(f"{name}.wq_b.weight", (heads * dim, rank)),
             weights.raw(f"{name}.wk.weight", (dim, in_features)),
@@ -71,16 +77,23 @@ class IndexerConfig:
             pool_gate=Linear(weights.take(weights.raw(f"{name}.pool_gate", (dim, in_features)).take_rows(order)))
             if self.pooled
             else None,
-            pool_bias=weights.get(f"{name}.pool_bias", spec.every * dim) if self.pooled else None,
+            pool_bias=None
+            if not self.pooled
+            else weights.get(f"{name}.pool_bias", size)
+            if self.pool_bias
+            else weights.constant(f"{size} zeros", np.zeros(size)),
+            query_norm=weights.norm(f"{name}.q_norm", dim, self.eps) if self.query_norm else None,
             config=self,
         )
 
     def shapes(self, attention: str, rank: int, *, in_features: int) -> Shapes:
         """Names and shapes of what `build` takes."""
         heads, dim = self.spec.num_heads, self.spec.head_dim
-        pools = {"pool_gate": (dim, in_features), "pool_bias": (self.spec.every * dim,)} if self.pooled else {}
+        more: Shapes = {"pool_gate": (dim, in_features)} if self.pooled else {}
+        more |= {"pool_bias": (self.spec.every * dim,)} if self.pooled and self.pool_bias else {}
+        more |= {"q_norm.weight": (dim,)} if self.query_norm else {}
         return {
-            **{f"{attention}.indexer.{name}": shape for name, shape in pools.items()},
+            **{f"{attention}.indexer.{name}": shape for name, shape in more.items()},
             f"{attention}.indexer.wq_b.weight": (heads * dim, rank),
             f"{attention}.indexer.wk.weight": (dim, in_features),
             f"{attention}.indexer.k_norm.weight": (dim,),
@@ -109,8 +122,9 @@ class Indexer:
     config: IndexerConfig
     pool_gate: Linear | None = None
     pool_bias: Weight | None = None
+    query_norm: RMSNorm | None = None
 
-    def project(self, ops: Ops, x: Buffer) -> tuple[Buffer, Buffer, Buffer | None]:
+    def project(self, ops: Ops, x: Buffer) -> tuple[Buffer, ...]:
         """Rows [R, H] -> (keys before norm and rope, weights [R, heads], gates of pools); recorded beside the other
         matrices over x."""
         return self.key(ops, x), self.weights(ops, x), self.pool_gate(ops, x) if self.pool_gate else None
@@ -118,11 +132,12 @@ class Indexer:
     def __call__(
         self, ops: Ops, projected: tuple[Buffer, ...], queries: Buffer, positions: Buffer, pools: tuple[Pool, ...]
     ) -> None:
-        """Stores the keys of `project` in the pools of `kv_specs` and selects positions. `queries`: compressed queries
-        [R, rank]."""
+        """Stores the keys of `project` in the pools of `kv_specs` and selects positions. `queries`: what the queries
+        read [R, rank]."""
         spec, rope = self.config.spec, self.config.rope
         k, w, gates = projected
         q = self.query(ops, queries)
+        q = self.query_norm(ops, q) if self.query_norm else q
         k = ops.add_bias(self.key_norm(ops, k), self.key_bias)
         if rope:
             k, q = (ops.rope(x, positions, rope, spec.head_dim) for x in (k, q))
@@ -139,17 +154,18 @@ class BlockIndexerConfig:
     spec: IndexSpec
     rope: RopeSpec | None  # None: nothing is rotated
     pools: bool = False  # a block has one key
+    eps: float  # of norms
 
     @property
     def kv_specs(self) -> tuple[KVSpec, ...]:
         """Pools: of keys that are pooled, and of keys."""
         return (*([CompressSpec(self.spec.every, self.spec.head_dim)] if self.pools else []), self.spec)
 
-    def build(self, weights: Weights, attention: str, *, eps: float, in_features: int) -> "BlockIndexer":
-        """The indexer of the layer whose tensor names begin with `attention`. eps: of norms."""
-        name, dim = f"{attention}.indexer", self.spec.head_dim
+    def build(self, weights: Weights, attention: str, rank: int, *, in_features: int) -> "BlockIndexer":
+        """The indexer of the layer whose tensor names begin with `attention`; its queries read `rank` columns."""
+        name, dim, eps = f"{attention}.indexer", self.spec.head_dim, self.eps
         return BlockIndexer(
-            query=weights.linear(f"{name}.q_proj", self.spec.num_heads * dim, in_features),
+            query=weights.linear(f"{name}.q_proj", self.spec.num_heads * dim, rank),
             key=weights.linear(f"{name}.k_proj", dim, in_features),
             query_norm=weights.norm(f"{name}.q_norm", dim, eps),
             key_norm=weights.norm(f"{name}.k_norm", dim, eps),
@@ -158,11 +174,11 @@ class BlockIndexerConfig:
             config=self,
         )
 
-    def shapes(self, attention: str, *, in_features: int) -> Shapes:
+    def shapes(self, attention: str, rank: int, *, in_features: int) -> Shapes:
         """Names and shapes of what `build` takes."""
         name, dim = f"{attention}.indexer", self.spec.head_dim
         return {
-            f"{name}.q_proj.weight": (self.spec.num_heads * dim, in_features),
+            f"{name}.q_proj.weight": (self.spec.num_heads * dim, rank),
             f"{name}.k_proj.weight": (dim, in_features),
             f"{name}.q_norm.weight": (dim,),
             f"{name}.k_norm.weight": (dim,),
@@ -181,27 +197,29 @@ class BlockIndexer:
     ones: Weight  # weights of heads
     config: BlockIndexerConfig
 
-    def project(self, ops: Ops, x: Buffer) -> tuple[Buffer, Buffer]:
-        """Rows [R, H] -> queries and keys before norm and rope; recorded beside the other matrices over x."""
-        return self.query(ops, x), self.key(ops, x)
+    def project(self, ops: Ops, x: Buffer) -> tuple[Buffer, ...]:
+        """Rows [R, H] -> keys before norm and rope; recorded beside the other matrices over x."""
+        return (self.key(ops, x),)
 
-    def __call__(self, ops: Ops, projected: tuple[Buffer, Buffer], positions: Buffer, pools: tuple[Pool, ...]) -> None:
-        """Stores the keys of `project` in the pools of `kv_specs` and selects blocks."""
+    def __call__(
+        self, ops: Ops, projected: tuple[Buffer, ...], queries: Buffer, positions: Buffer, pools: tuple[Pool, ...]
+    ) -> None:
+        """Stores the keys of `project` in the pools of `kv_specs` and selects blocks. `queries`: what the queries read
+        [R, rank]."""
         spec, rope, pool = self.config.spec, self.config.rope, pools[-1]
+        q, k = self.query(ops, queries), projected[0]
         if self.config.pools:
-            self._select_pools(ops, projected, positions, pools)
+            self._select_pools(ops, q, k, positions, pools)
             return
-        q, k = (norm(ops, x) for norm, x in zip((self.query_norm, self.key_norm), projected, strict=True))
+        q, k = self.query_norm(ops, q), self.key_norm(ops, k)
         if rope:
             q, k = (ops.rope(x, positions, rope, spec.head_dim) for x in (q, k))
         ops.store_index(k, pool, spec)
         ops.select_blocks(q, pool, spec)
 
-    def _select_pools(
-        self, ops: Ops, projected: tuple[Buffer, Buffer], positions: Buffer, pools: tuple[Pool, ...]
-    ) -> None:
+    def _select_pools(self, ops: Ops, q: Buffer, k: Buffer, positions: Buffer, pools: tuple[Pool, ...]) -> None:
         spec, rope = self.config.spec, self.config.rope
-        q, k = self.query_norm(ops, projected[0]), projected[1]
+        q = self.query_norm(ops, q)
         equal = ops.scale(k, 0.0)  # gates, so that the pooled key is the mean
         k = self.key_norm(ops, ops.compress(k, equal, self.zeros, pools[0], CompressSpec(spec.every, spec.head_dim)))
         if rope:

@@ -92,7 +92,8 @@ def _indexer(config: Config, mixer: AttentionConfig) -> BlockIndexerConfig:
     ):
         if not fits:
             raise ModelError(f"config.json: {name} is {value}, which is not supported", f"known: {known}")
-    return BlockIndexerConfig(spec=IndexSpec(heads, dim, blocks, size, whole=True), rope=mixer.rope)
+    spec = IndexSpec(heads, dim, blocks, size, whole=True)
+    return BlockIndexerConfig(spec=spec, rope=mixer.rope, eps=real(config, "rms_norm_eps", 1e-6))
 
 
 INDEX_PARTS = ("q_proj", "k_proj", "q_norm", "k_norm")

@@ -24,7 +24,7 @@ from headstart.layers.indexer import BlockIndexerConfig
 from headstart.layers.ngram import NGramMemoryConfig, hash_factors, primes_from
 from headstart.models import _gated_delta, keys
 from headstart.models.base import Family
-from headstart.models.keys import FULL, LINEAR, Config, flag, number
+from headstart.models.keys import FULL, LINEAR, Config, flag, number, real
 from headstart.models.mtp import MTPLayout
 from headstart.models.names import Names
 from headstart.models.small import Arrays
@@ -86,8 +86,9 @@ def _indexer(config: Config, attention: AttentionConfig) -> BlockIndexerConfig |
         what = f"config.json: the indexer has a budget of {budget} in blocks of {every}, and {heads} heads of {dim}"
         raise ModelError(what, f"known: whole blocks of 2 or more, heads of {rotary} (the rotated features) or more")
     return BlockIndexerConfig(
-        spec=IndexSpec(heads, dim, budget // every, every, whole=True), rope=attention.rope, pools=True
-    )
+        spec=IndexSpec(heads, dim, budget // every, every, whole=True), rope=attention.rope, pools=True,
+        eps=real(config, "rms_norm_eps", 1e-6),
+    )  # fmt: skip
 
 
 def _memories(config: Config, streams: int) -> dict[int, NGramMemoryConfig]:

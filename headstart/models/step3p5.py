@@ -1,4 +1,4 @@
-"""Step-3.5-Flash, and the text parts of Step-3.7 and Step-5 (to 4,096 positions): windows, experts, three MTP modules.
+"""Step-3.5-Flash, and the text parts of Step-3.7 and Step-5: windows, indexers (Step-5), experts, three MTP modules.
 
 Formula: transformers 5.23 `models/step3p7`, whose text config is called step3p5. Norms are 1 + w. A layer's limit caps
 silu(gate) and clamps the other factor; routed and shared experts have limits of their own (dense layers: the latter).
@@ -6,8 +6,9 @@ MTP modules: vLLM 0.32 `step3p5_mtp.py`, llama.cpp b11434 `step35.cpp`: the laye
 each. They read the trunk's stream before its final norm (vLLM: after it) and recycle their block's output. Draft step i
 runs module i modulo their number (vLLM).
 
-Step-5: vLLM 0.33 `models/step5`. Indexers of full layers select `topk` regions of `region_block_size` positions for
-each KV head. Contexts end where regions would be left out, so indexers are not read; `ssmax_s` is not used (vLLM).
+Step-5: vLLM 0.33 `models/step5`, whose indexers round queries and keys to FP8 (here they do not). Indexers of full
+layers select `topk` regions of `region_block_size` positions for each KV head (layers/indexer.py). `ssmax_s` is not
+used (vLLM).
 """
 
 import re
@@ -19,9 +20,12 @@ import numpy as np
 from headstart.errors import ModelError
 from headstart.heads.base import HeadSpec
 from headstart.kernels.ops import Activation, RawTensor, RouterSpec
+from headstart.kernels.specs import IndexSpec
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import LayerConfig
+from headstart.layers.indexer import IndexerConfig
+from headstart.layers.rope import rope_spec
 from headstart.models import keys
 from headstart.models.base import Family
 from headstart.models.joined import grouped_experts
@@ -40,6 +44,16 @@ SERVED = {
 LIMITS: dict[float, Activation] = {0.0: "silu", 7.0: "silu_7", 16.0: "silu_16"}
 """Limit of a layer in the config -> its activation."""
 FIRST_SPARSE = 3
+SPARSE_SERVED = {
+    "apply_to_layer_types": [FULL], "compression_method": "csa_block_compress", "attention_impl": "sparse_gqa",
+    "sparse_indexer_num_k_heads": 1, "sparse_indexer_use_rope": True, "sparse_indexer_q_norm_type": "rmsnorm",
+    "sparse_indexer_k_norm_type": "layernorm", "sparse_indexer_csa_z_norm_type": "none",
+}  # fmt: skip
+SPARSE_SIZES = {
+    "sparse_indexer_num_heads": 16, "proxy_dim": 256, "sparse_indexer_rope_dim": 32, "topk": 512,
+    "region_block_size": 8,
+}  # fmt: skip
+"""Keys in `sparse_config` -> the default."""
 
 
 def parse(config: Config) -> DecoderConfig:
@@ -57,19 +71,30 @@ def parse(config: Config) -> DecoderConfig:
     heads = layers[count:]
     if any(head != heads[0] for head in heads):
         raise ModelError("config.json: MTP modules of several kinds are not supported", "see the end of layer_types")
-    decoder = keys.decoder(
+    return keys.decoder(
         ropes[FULL] if FULL in ropes else ropes[SLIDING], layers[:count], mtp_layer=heads[0] if heads else None,
         mtp_recycle=keys.mtp_recycle(config, "pre_norm"), mtp_lm_heads=modules > 0, tied=tied,
     )  # fmt: skip
-    return replace(decoder, max_length=min(decoder.max_length, _selected_length(config, decoder.max_length)))
 
 
-def _selected_length(config: Config, longest: int) -> int:
-    """Number of positions whose regions are all selected; `longest` without indexers."""
-    declared = config.get("sparse_config")
-    if not isinstance(declared, dict) or declared.get("enabled") is False:
-        return longest
-    return number(declared, "topk", default=512) * number(declared, "region_block_size", default=8)
+def _indexer(config: Reading, kv_heads: int) -> IndexerConfig | None:
+    """The indexer of a full layer; None where the config has none."""
+    sparse = config.get("sparse_config")
+    if not isinstance(sparse, dict) or sparse.get("enabled") is False:
+        return None
+    keys.refuse_others(sparse, SPARSE_SERVED)
+    heads, dim, rotary, top_k, size = (number(sparse, key, default=default) for key, default in SPARSE_SIZES.items())
+    if heads % kv_heads or rotary > dim or rotary % 2 or size < max(kv_heads, 2):
+        what = (
+            f"config.json: sparse_config has {heads} heads of {dim}, {rotary} rotated, and regions of {size} positions"
+        )
+        raise ModelError(
+            what, f"known: a multiple of {kv_heads} heads, regions of {max(kv_heads, 2)} positions or more"
+        )
+    rope = rope_spec(config.inside({"partial_rotary_factor": rotary / dim}), dim)
+    spec = IndexSpec(heads, dim, top_k, size, whole=True, own=True, groups=kv_heads)
+    eps = real(config, "rms_norm_eps", 1e-6)
+    return IndexerConfig(spec=spec, rope=rope, eps=eps, query_norm=True, pool_bias=False)
 
 
 def _of_llama_cpp(config: Config) -> bool:
@@ -181,11 +206,12 @@ def _attention(config: Reading, kind: str, index: int) -> AttentionConfig:
     if other.get("head_dim", config.get("head_dim")) != config.get("head_dim"):
         raise ModelError(f"config.json: attention_other_setting has heads of {other['head_dim']}, others are as wide")
     bias = flag(config, "attention_bias")
-    return keys.attention(
+    mixer = keys.attention(
         config.inside(own), scale=number(config, "query_pre_attn_scalar", default=number(config, "head_dim")) ** -0.5,
         window=number(config, "sliding_window") if kind == SLIDING else 0, qkv_bias=bias, o_bias=bias, qk_norm=True,
         gated=True, gate_per_head=True,
     )  # fmt: skip
+    return replace(mixer, indexer=_indexer(config, mixer.spec.num_kv_heads) if kind == FULL else None)
 
 
 def _layer(config: Config, mixer: AttentionConfig, sparse: bool, routed: Activation, shared: Activation) -> LayerConfig:
@@ -203,6 +229,7 @@ def _layer(config: Config, mixer: AttentionConfig, sparse: bool, routed: Activat
     return keys.layer(config, mixer, experts)
 
 
+RMS_NORM = re.compile(r"(?<!\.indexer\.k_)norm(_hidden|_embedding)?\.weight$")
 OWN_HEAD = re.compile(r"layers\.(\d+)\.shared_head\.head\.weight")
 
 
@@ -214,7 +241,7 @@ def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool)
         name = name.replace(".linear_attn.in_proj_z.", ".self_attn.gate_proj.")
         if match := OWN_HEAD.fullmatch(name):
             name = f"mtp.{int(match[1]) - config.num_layers}.lm_head.weight"
-        ours[name] = tensor.affine(1, 1) if name.endswith("norm.weight") and not from_gguf else tensor
+        ours[name] = tensor.affine(1, 1) if RMS_NORM.search(name) and not from_gguf else tensor
     return ours
 
 
@@ -225,13 +252,20 @@ def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
     for name, array in others.items():
         if match := re.fullmatch(r"mtp\.(\d+)\.lm_head\.weight", name):
             name = f"layers.{config.num_layers + int(match[1])}.shared_head.head.weight"
-        theirs[name] = array - 1 if re.search(r"norm(_hidden|_embedding)?\.weight$", name) else array
+        theirs[name] = array - 1 if RMS_NORM.search(name) else array
     stacks = ((f"{prefix}.{part}", each) for prefix, parts in experts.items() for part, each in parts.items())
     return theirs | {name: np.stack(each) for name, each in stacks}
 
 
-INDEXER = (*(f"sparse_indexer_{part}." for part in ("q", "k", "w", "z", "q_norm", "k_norm")), "ssmax_s")
-"""Tensors of Step-5's indexers, under `self_attn`."""
+INDEXER = {
+    "q.": "wq_b.",
+    "k.": "wk.",
+    "w.": "weights_proj.",
+    "z.weight": "pool_gate",
+    "q_norm.": "q_norm.",
+    "k_norm.": "k_norm.",
+}
+"""Parts of names of Step-5's indexers after `sparse_indexer_`."""
 FAMILY = Family(
     parse=parse,
     defaults={
@@ -260,12 +294,13 @@ FAMILY = Family(
         {
             **WRAPPED,
             "vit_large_projector.": None,
-            **{f"model.layers.{{i}}.self_attn.{name}": None for name in INDEXER},
+            "model.layers.{i}.self_attn.ssmax_s": None,
         },
         parts={
             ".moe.router_bias": ".mlp.gate.e_score_correction_bias", ".moe.gate.": ".mlp.gate.",
             ".moe.": ".mlp.experts.", ".share_expert.": ".mlp.shared_experts.",
             ".self_attn.g_proj.": ".self_attn.gate_proj.",
+            **{f".sparse_indexer_{theirs}": f".indexer.{ours}" for theirs, ours in INDEXER.items()},
             ".transformer.shared_head.norm.": ".shared_head.norm.",
             ".transformer.shared_head.output.": ".shared_head.head.",
         },

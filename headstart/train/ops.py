@@ -69,7 +69,7 @@ class TrainOps(ReferenceOps):
         scores = torch.cat(parts, dim=-1)
         (visible,) = self._among([scores], [visible], spec)
         seen = selected_positions(scores, visible, ends, spec)
-        pool.chosen = mask.expand(len(q), -1, -1).masked_fill(~seen, float("-inf"))
+        pool.chosen = q.new_zeros(seen.shape).masked_fill(~seen, float("-inf"))
 
     @torch.no_grad()
     def select_blocks(self, q: Tensor, pool: Pool, spec: IndexSpec) -> None:

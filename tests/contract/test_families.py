@@ -108,7 +108,8 @@ def logits_in_chunks(engine: Engine, tokens: Seq[int], first: int, chunk: int) -
     sequence, start, pieces = new_sequence(engine, tokens), 0, []
     while start < len(tokens):
         length = min(chunk if start else first, len(tokens) - start)
-        pieces.append(engine.runner.forward([Span(sequence, start, length, length)]).logits)
+        logits = torch.as_tensor(engine.runner.forward([Span(sequence, start, length, length)]).logits)
+        pieces.append(logits.clone())  # the next pass of `native` overwrites them
         start += length
     engine.memory.release(sequence)
     return torch.cat(pieces)

@@ -1,4 +1,4 @@
-"""Step-5 up to the longest context at which its indexers select all regions, beside a reading of vLLM's code."""
+"""Step-5 beside a reading of vLLM's code, with contexts of more regions than its indexers select."""
 
 from functools import cache
 from pathlib import Path
@@ -7,45 +7,32 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import family_of, make, model_at, new_folder, new_sequence
+from support import family_of, make, model_at, new_folder, prompt_of
+from test_families import logits_in_chunks
 from tiny_models import write_model
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import layer_norm, linear, silu
 
-from headstart.core import Span
+from headstart.errors import ModelError
 from headstart.models.families import family_named
-from headstart.tools.inspect import run as inspect
-from headstart.tools.inspect.run import InspectOptions
 
-LONGEST = 24
-INDEXER = {"q": (12, 64), "k": (6, 64), "w": (2, 64), "z": (6, 64), "q_norm": (6,), "k_norm": (6,)}
-"""Parts of an indexer -> shapes of their weights."""
+LENGTH = 150
 CONFIG: dict[str, Any] = {
     "model_type": "step5", "architectures": ["Step5ForCausalLM"], "moe_layers_enum": None, "moe_layer_list": [1, 2],
     "attention_other_setting": None, "swa_num_attention_heads": 6, "norm_dtype": "fp32",
     "fp32_residual_connection": True, "yarn_only_types": ["full_attention"], "rope_scaling": {
         "rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 16},
-    "sparse_config": {"topk": 3, "region_block_size": 8, "apply_to_layer_types": ["full_attention"]},
+    "sparse_config": {
+        "topk": 3, "region_block_size": 8, "apply_to_layer_types": ["full_attention"], "proxy_dim": 12,
+        "sparse_indexer_num_heads": 6, "sparse_indexer_rope_dim": 4},
 }  # fmt: skip
 
 
 @cache
 def checkpoint() -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     config, arrays = family_of("step3p5").tiny(**CONFIG)
-    generator = np.random.default_rng(0)
-    for layer, kind in enumerate(config["layer_types"]):
-        at = f"model.layers.{layer}.self_attn."
-        if kind == "full_attention":
-            arrays |= {
-                f"{at}sparse_indexer_{part}.weight": generator.standard_normal(shape, np.float32)
-                for part, shape in INDEXER.items()
-            }
-            arrays |= {
-                f"{at}sparse_indexer_k_norm.bias": np.ones(6, np.float32),
-                f"{at}ssmax_s": np.ones(4, np.float32),
-            }
-    return config, arrays
+    return config, arrays | {"model.layers.0.self_attn.ssmax_s": np.ones(4, np.float32)}
 
 
 @cache
@@ -53,23 +40,21 @@ def written() -> Path:
     return write_model(new_folder(), *checkpoint())
 
 
-def test_logits_of_vllm_up_to_the_longest_context() -> None:
-    model = model_at(written())
-    assert model.config.max_length == LONGEST
-    config, arrays = checkpoint()
-    tokens = [(7 * i * i + 3) % model.config.vocab_size for i in range(LONGEST)]
-    engine = make(model, dtype="float32", drafter="none", max_model_len=LONGEST)
-    ours = engine.runner.forward([Span(new_sequence(engine, tokens, computed=0), 0, LONGEST, LONGEST)]).logits
+@pytest.mark.parametrize("backend", ["reference", "native"])
+def test_logits_of_vllm_with_more_regions_than_are_selected(backend: str) -> None:
+    settings: dict[str, Any] = {"kv_cache_dtype": "float32"} if backend == "native" else {}
+    model, (config, arrays) = model_at(written(), backend, **settings), checkpoint()
+    tokens, settings = prompt_of(LENGTH, 5), {**settings, "backend": backend, "block_size": 16}
+    engine = make(model, dtype="float32", drafter="none", max_model_len=LENGTH, **settings)
     theirs = Reading(config, arrays)(torch.tensor(tokens))
-    torch.testing.assert_close(ours.double(), theirs, atol=2e-4, rtol=0)
-
-
-def test_inspect_says_how_long_a_context_may_be() -> None:
-    assert "headstart runs it, to 24 positions" in inspect.run(InspectOptions(model=str(written()))).lines
+    for first, chunk in ((LENGTH, 1), (7, 41)):
+        ours = logits_in_chunks(engine, tokens, first, chunk)
+        torch.testing.assert_close(ours.double(), theirs, atol=2e-4, rtol=0)
 
 
 class Reading:
-    """A reading of vLLM 0.33 `models/step5/nvidia/model.py`, in float64, where `select_all_regions` selects."""
+    """A reading of vLLM 0.33 `models/step5/nvidia` (model.py, ops/indexer_norm_rope.py, ops/summary_update.py,
+    ops/sparse_indexer_scores.py, ops/sparse_indexer.py), in float64, without its rounding of indexers to FP8."""
 
     def __init__(self, config: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
         self.config, self.arrays = config, {name: torch.tensor(each).double() for name, each in arrays.items()}
@@ -98,14 +83,40 @@ class Reading:
         behind = rows[:, None] - rows
         seen = behind >= 0
         if self.config["layer_types"][layer] == "sliding_attention":
-            seen &= behind < self.config["sliding_window"]
+            seen = seen & (behind < self.config["sliding_window"])
+        else:
+            seen = (seen & self.selected(layer, x)).repeat_interleave(
+                self.config["num_attention_heads"] // self.config["num_attention_groups"], 0
+            )
         scores = (torch.einsum("rhd,nhd->hrn", q, k) * dim**-0.5).masked_fill(~seen, -torch.inf)
         out = torch.einsum("hrn,nhd->rhd", scores.softmax(-1), v)
         return self.linear((out * self.linear(x, f"{at}.g_proj").sigmoid()[..., None]).flatten(1), f"{at}.o_proj")
 
-    def rope(self, layer: int, x: Tensor) -> Tensor:
-        """[R, heads, D]: rotates pairs of the first features, from both halves of them."""
-        width = int(self.config["head_dim"] * self.config["partial_rotary_factors"][layer])
+    def selected(self, layer: int, x: Tensor) -> Tensor:
+        """bool [KV heads, R, R]: positions of the regions that each row selects, and of its own region."""
+        at, sparse = f"model.layers.{layer}.self_attn.sparse_indexer", self.config["sparse_config"]
+        dim, size, groups = sparse["proxy_dim"], sparse["region_block_size"], self.config["num_attention_groups"]
+        q = self.norm(self.linear(x, f"{at}_q").unflatten(-1, (-1, dim)), f"{at}_q_norm")
+        norm = self.arrays[f"{at}_k_norm.weight"], self.arrays[f"{at}_k_norm.bias"]
+        k = layer_norm(self.linear(x, f"{at}_k"), (dim,), *norm, self.config["rms_norm_eps"])[:, None]
+        q, k = (self.rope(layer, each, sparse["sparse_indexer_rope_dim"]) for each in (q, k))
+        count, rows = len(x) // size, torch.arange(len(x))  # closed regions
+        shares = self.linear(x, f"{at}_z")[: count * size].unflatten(0, (-1, size)).softmax(1)
+        summaries = (shares * k[: count * size, 0].unflatten(0, (-1, size))).sum(1)
+        weights = self.linear(x, f"{at}_w").unflatten(-1, (groups, -1)) * (q.shape[1] // groups) ** -0.5
+        products = torch.einsum("rghd,nd->grhn", q.unflatten(1, (groups, -1)), summaries).relu()
+        scores = torch.einsum("grhn,rgh->grn", products, weights)
+        current = rows // size
+        scores = scores.masked_fill(torch.arange(count) >= current[:, None], -torch.inf)
+        # ties, of regions without a product above 0: the lower one
+        best = scores.sort(dim=-1, descending=True, stable=True)
+        chosen = torch.zeros(groups, len(x), count + 1, dtype=torch.bool)
+        chosen.scatter_(-1, best.indices[..., : sparse["topk"]], (best.values > -torch.inf)[..., : sparse["topk"]])
+        return (chosen | (torch.arange(count + 1) == current[:, None]))[..., rows // size]
+
+    def rope(self, layer: int, x: Tensor, width: int = 0) -> Tensor:
+        """[R, heads, D]: rotates pairs of the first features, from both halves of them. width: 0: of attention."""
+        width = width or int(self.config["head_dim"] * self.config["partial_rotary_factors"][layer])
         rates = self.config["rope_theta"][layer] ** (-torch.arange(0, width, 2).double() / width)
         if self.config["layer_types"][layer] in self.config["yarn_only_types"]:
             rates = self.scaled(rates)
@@ -140,8 +151,23 @@ class Reading:
         return routed + self.dense(f"{at}.share_expert", x)
 
 
-@pytest.mark.parametrize("name", ["sparse_indexer_q.weight", "sparse_indexer_k_norm.bias", "ssmax_s"])
-def test_tensors_of_indexers_are_left(name: str) -> None:
+def test_names_of_indexers() -> None:
     names = family_named("step5_vl").names
-    assert names.canonical(f"model.language_model.layers.4.self_attn.{name}") is None
-    assert names.canonical(f"model.layers.93.self_attn.{name}") is None
+    for at in ("model.language_model.layers.4.self_attn.", "model.layers.4.self_attn."):
+        assert names.canonical(f"{at}sparse_indexer_z.weight") == "layers.4.self_attn.indexer.pool_gate"
+        assert names.canonical(f"{at}sparse_indexer_q_norm.weight") == "layers.4.self_attn.indexer.q_norm.weight"
+        assert names.canonical(f"{at}ssmax_s") is None
+
+
+WRONG = {
+    "topk": 0, "proxy_dim": 2, "sparse_indexer_num_heads": 5, "region_block_size": 1, "sparse_indexer_num_k_heads": 2,
+    "apply_to_layer_types": ["sliding_attention"], "sparse_indexer_csa_z_norm_type": "rmsnorm",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", WRONG)
+def test_what_is_not_run_is_refused(key: str) -> None:
+    family = family_of("step3p5")
+    sparse = CONFIG["sparse_config"] | {key: WRONG[key]}
+    with pytest.raises(ModelError, match=r"config\.json: "):
+        family.read(family.tiny_config(**CONFIG | {"sparse_config": sparse}))

@@ -192,8 +192,9 @@ class ProgramRecorder:
     def select_positions(self, q: Symbol, weights: Symbol, pool: KVPool, spec: specs.IndexSpec) -> None:
         rows, blocks = (self._index(q), self._index(weights)), spec.candidates
         among = () if blocks is None else (blocks.count, blocks.size, -1 if blocks.source else self._candidates)
-        heads, top_k = spec.num_heads, spec.top_k
-        self._chosen[pool] = self.program.choose(*rows, pool, heads, top_k, spec.every, spec.whole, *among)
+        self._chosen[pool] = self.program.choose(
+            *rows, pool, spec.num_heads, spec.groups, spec.top_k, spec.every, spec.whole, spec.own, *among
+        )
         self._candidates = self._chosen[pool] if blocks and blocks.source else self._candidates
 
     def select_blocks(self, q: Symbol, pool: KVPool, spec: specs.IndexSpec) -> None:

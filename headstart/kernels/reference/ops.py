@@ -488,23 +488,29 @@ def widened(dtype: torch.dtype) -> torch.dtype:
 
 def index_scores(q: Tensor, weights: Tensor, keys: Tensor, spec: specs.IndexSpec) -> Tensor:
     """Scores of Ops.select_positions: q [..., R, heads * D], weights [..., R, heads], keys [..., L, D] -> [..., R, L],
-    in at least float32."""
-    wide = widened(q.dtype)
-    heads = q.to(wide).unflatten(-1, (spec.num_heads, spec.head_dim)).flatten(-3, -2)
+    or [..., groups, R, L] for several groups, in at least float32."""
+    wide, num_heads = widened(q.dtype), spec.num_heads // spec.groups
+    if spec.groups > 1:
+        q, weights = (x.unflatten(-1, (spec.groups, -1)).transpose(-3, -2) for x in (q, weights))
+        keys = keys[..., None, :, :]
+    heads = q.to(wide).unflatten(-1, (num_heads, spec.head_dim)).flatten(-3, -2)
     products = (heads @ keys.to(wide).transpose(-1, -2)).relu()
-    by_head = products.unflatten(-2, (-1, spec.num_heads))  # [..., R, heads, L]
+    by_head = products.unflatten(-2, (-1, num_heads))  # [..., R, heads, L]
     scores: Tensor = (weights.to(wide)[..., None, :] @ by_head).squeeze(-2)
     return scores
 
 
 def selected_positions(scores: Tensor, visible: Tensor, ends: Tensor, spec: specs.IndexSpec) -> Tensor:
-    """Ops.select_positions: bool [..., L]; scores, visible [..., L]; ends [L]: positions that end a window."""
-    best = best_positions(scores, visible & ends, spec.top_k)
+    """Ops.select_positions: bool like scores, [S, R, L] or [S, groups, R, L]; visible [S, R, L]; ends [L]: positions
+    that end a window."""
+    visible = visible[:, None].expand(scores.shape) if spec.groups > 1 else visible
+    before = torch.nn.functional.pad(visible[..., 1:], (0, 1)) if spec.own else visible
+    best = best_positions(scores, before & ends, spec.top_k)
     if not spec.whole:
         return best
     count = len(ends)
     end = torch.arange(count, device=ends.device) // spec.every * spec.every + spec.every - 1  # of each one's window
-    is_whole, end = (end < count) & visible[..., end.clamp(max=count - 1)], end.clamp(max=count - 1)
+    is_whole, end = (end < count) & before[..., end.clamp(max=count - 1)], end.clamp(max=count - 1)
     return visible & (~is_whole | best[..., end])
 
 
