@@ -45,11 +45,11 @@ class LevelOptions(OptionGroup):
     temperatures: tuple[float, ...] = _levels("Temperatures", "0,0.7,1.0")
     depths: tuple[Any, ...] = _levels("Depths", "0,1,3,5,auto", parse=_depth)
     drafters: tuple[str, ...] = _levels("Drafters", "all heads of the model, ngram, mixed")
-    batch_sizes: tuple[int, ...] = _levels("Prompts at the same time", "1,8")
-    chunk_sizes: tuple[int, ...] = _levels("Rows per pass", "32,512")
+    batch_sizes: tuple[int, ...] = _levels("Prompts at the same time", "1,8", min=1)
+    chunk_sizes: tuple[int, ...] = _levels("Rows per pass", "32,512", min=1)
     prefix_caching: tuple[bool, ...] = _levels("Prefix cache", "on,off", "--prefix-cache", parse=SWITCH)
     preemption: tuple[bool, ...] = _levels("Too few KV blocks for all (on), or enough (off)", "on,off", parse=SWITCH)
-    thread_counts: tuple[int, ...] = _levels("CPU threads", "1,2; on the reference backend one level, --threads")
+    thread_counts: tuple[int, ...] = _levels("CPU threads", "1,2; on the reference backend one level, --threads", min=1)
     seeds: tuple[int, ...] = _levels("Seeds", "0", min=0)
     full: bool = option(
         "A larger grid: temperatures 0,0.7,1.0,1.5, depths 0 to 5 and auto, batches 1,4,16, chunks 1,37,512, and at "
@@ -74,10 +74,10 @@ class CaseOptions(ModelOptions):
         "Compare greedy text with transformers, or tokens with a --transcript of another machine.",
         metavar="transformers|FILE",
     )
-    transcript: str | None = option(
+    transcript: Path | None = option(
         "Write the tokens of all prompts at all temperatures and seeds to a file, for --against elsewhere.",
-        metavar="FILE",
-    )
+        metavar="FILE", is_output=True,
+    )  # fmt: skip
 
 
 @command(

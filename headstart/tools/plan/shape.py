@@ -8,6 +8,7 @@ from math import floor
 from typing import Any, Literal
 
 from headstart.errors import UsageError
+from headstart.formats.gguf_file import BLOCKS
 from headstart.formats.quantization import WeightBytes, bits_of, declared, quantizations, settings_of
 from headstart.formats.sizes import lookup, text_config
 from headstart.layers.costs import LayerCost
@@ -15,8 +16,12 @@ from headstart.tools.plan.machine import Machine
 
 Part = Literal["attention", "mlp", "experts", "lm_head", "embedding", "head"]
 GGUF: Mapping[str, WeightBytes] = {
-    "q8_0": WeightBytes(1.0625, 1.0625, 1.0625, 1.0625, "int8"),
-    "q6_k": WeightBytes(0.8203, 0.8203, 0.8203, 0.8203, "int8"),
+    **{
+        kind.lower(): WeightBytes(size, size, size, size, "int8")
+        for kind, count, nbytes in BLOCKS.values()
+        for size in [nbytes / count]
+        if kind.lstrip("IT").startswith("Q")
+    },
     "q4_0": WeightBytes(0.5625, 0.5625, 0.5625, 0.8203, "int8"),
     "q4_1": WeightBytes(0.625, 0.625, 0.625, 1.0625, "int8"),
     "q4_k_m": WeightBytes(0.6, 0.6, 0.6, 0.82, "int8"),

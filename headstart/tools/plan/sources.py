@@ -25,6 +25,7 @@ from headstart.models.families import read_any, with_sizes
 from headstart.models.shipped_heads import choose_head, heads_in_package, shipped_heads
 from headstart.tools.plan.drafters import acceptances_of_lengths, as_block, draft_model, from_config, from_head
 from headstart.tools.plan.shape import (
+    GGUF,
     DrafterShape,
     LayerGroup,
     ModelShape,
@@ -37,8 +38,6 @@ from headstart.tools.plan.shape import (
     weight_format,
 )
 
-GGUF_TYPES = {"Q8_0": "q8_0", "Q4_1": "q4_1", "Q4_K": "q4_k_m", "Q6_K": "q8_0", "Q4_0": "q4_1"}
-"""Most frequent tensor type of a GGUF file -> key of shape.GGUF with matrix products of the same precision."""
 AVAILABLE_CONTEXT = 8192  # positions of the sequence in the memory estimate of `available`
 LIKELY_BYTES = (0.2, 4.6)
 """Plausible range of bytes per weight. Values outside mean that the tensors do not match the config."""
@@ -163,7 +162,7 @@ def from_checkpoint(checkpoint: Checkpoint, name: str) -> ModelShape:
     declared = declared_format(checkpoint.config)
     main = max(types, key=lambda kind: types[kind])
     config = {"tie_word_embeddings": "lm_head.weight" not in checkpoint.tensors, **checkpoint.config}
-    shape = shape_of(name, config, weights=GGUF_TYPES.get(main, declared))
+    shape = shape_of(name, config, weights=main.lower() if main.lower() in GGUF else declared)
     measured, unlikely = measured_bytes(shape, checkpoint.tensors)
     notes = [f"shape of {name}: config and tensor headers of {checkpoint.path.name}; {main} for the most part"]
     fallback = f"do not match the config's sizes; format {shape.weight_format}"

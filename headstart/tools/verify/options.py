@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, combinations, cycle, islice, product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ class VerifyOptions:
     seeds: tuple[int, ...] = (0,)
     long_lengths: tuple[int, ...] = ()  # tokens of longer prompts, made of `texts`; see long_contexts
     against: str | None = None  # TRANSFORMERS, or a transcript's path
-    transcript: str | None = None  # file to write
+    transcript: Path | None = None  # file to write
 
     def __post_init__(self) -> None:
         if wrong := [seed for seed in self.seeds if not 0 <= seed <= MAX_SEED]:

@@ -11,7 +11,7 @@ import numpy as np
 from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.core import GREEDY_BELOW, Progress, Report, SamplingParams
-from headstart.errors import UsageError
+from headstart.errors import ModelError, UsageError
 from headstart.kernels import philox
 from headstart.kernels.backend import ORACLE
 from headstart.tools.prompts import first_different_tokens
@@ -55,16 +55,16 @@ def _forced_logprob(llm: LLM, context: Sequence[int], token: int, lora: str) -> 
 
 def compare_transformers(options: VerifyOptions, progress: Progress) -> Report:
     """Compares greedy answers with those of transformers. Raises UsageError if transformers is not installed, and for
-    LoRA adapters, which are not given to transformers."""
+    LoRA adapters, which are not given to transformers; ModelError for a model that transformers does not load."""
     if options.config.lora:
         raise UsageError("--lora does not go with --against transformers", "leave one of them out")
     if importlib.util.find_spec("transformers") is None:
         raise UsageError("--against transformers: transformers is not installed", "pip install transformers")
     llm = LLM(options.model, replace(options.config, depth=3))
+    reference = _TransformersModel(llm)
     prompts = options.texts
     params = SamplingParams(max_tokens=options.max_tokens)
     completions = llm.generate(prompts, params, raw=options.raw)
-    reference = _TransformersModel(llm)
     referee = TieChecker(options.model, options.config)
     found: list[dict[str, Any]] = []
     for index, completion in enumerate(completions):
@@ -85,7 +85,11 @@ class _TransformersModel:
 
         path = llm.model.checkpoint.path
         folder, gguf = (path.parent, {"gguf_file": path.name}) if path.is_file() else (path, {})
-        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, **gguf, dtype="float32")
+        options: dict[str, Any] = {**gguf, "dtype": "float32", "trust_remote_code": False}  # None: transformers asks
+        try:
+            self._model: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
+        except (ImportError, OSError, ValueError) as error:  # a family or code of its own that transformers lacks
+            raise ModelError(f"transformers cannot load {path}: {str(error).strip().splitlines()[0]}") from error
         self._eos = sorted(llm.tokenizer.eos_ids)
 
     def greedy(self, prompt: Sequence[int], max_tokens: int) -> list[int]:

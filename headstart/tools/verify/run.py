@@ -72,7 +72,7 @@ def run(options: VerifyOptions, progress: Progress = no_progress) -> Report:
     if options.config.rule != "exact":
         raise UsageError(f"--rule {options.config.rule} promises the same distribution, not the same text")
     if options.transcript:
-        return transcript.write(options, Path(options.transcript), progress)
+        return transcript.write(options, options.transcript, progress)
     if options.against:
         return transcript.compare(options, Path(options.against), progress)
     backend = select_backend(options.config)

@@ -71,6 +71,7 @@ def write(options: VerifyOptions, path: Path, progress: Progress = no_progress) 
     texts, described = list(_decoded(llm, prompts, options.raw, progress)), _described(llm)
     made = Transcript(**described, texts=texts)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, (made.model_dump_json(exclude_defaults=True) + "\n").encode())
     except OSError as error:
         raise UsageError(f"--transcript: cannot write {path}: {error.strerror}") from None

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_models import write_tiny
 
+from headstart.formats import open_described
 from headstart.tools.plan.machine import find_device
 from headstart.tools.plan.shape import (
     LIMIT,
@@ -17,8 +19,9 @@ from headstart.tools.plan.shape import (
     devices_needed,
     estimate_memory,
     kv_bytes,
+    weight_format,
 )
-from headstart.tools.plan.sources import CARDS, find_shape, sized_model
+from headstart.tools.plan.sources import CARDS, find_shape, from_checkpoint, sized_model
 
 
 def model(name: str, weights: str | None = None, kv: str = "bf16") -> SizedModel:
@@ -159,3 +162,13 @@ def test_every_room_explains_itself() -> None:
     ]
     assert {room.verdict for room in rooms} == {"fits", "close", "too small"}
     assert all(bool(room.reason) == (room.verdict != "fits") for room in rooms)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("Q5_0", "q5_0"), ("Q4_0", "q4_0"), ("IQ4_XS", "iq4_xs"), ("BF16", "bf16")])
+def test_the_types_of_a_gguf_file_are_its_format(kind: str, name: str, tmp_path: Path) -> None:
+    model = open_described(write_tiny("llama", tmp_path / "model"))
+    for tensor in model.tensors.values():
+        object.__setattr__(tensor, "dtype", kind)
+    shape = from_checkpoint(model, "made up")
+    assert shape.weight_format == name
+    assert weight_format(name).compute == ("bf16" if kind == "BF16" else "int8")

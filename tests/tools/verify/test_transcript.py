@@ -34,7 +34,7 @@ def written(folder: Path) -> Path:
     config = EngineConfig(backend="native", threads=1, kv_blocks=40, portable_bits=True)
     options = VerifyOptions(
         model=str(folder), config=config, prompts=PROMPTS, raw=True, max_tokens=9, temperatures=(0.0, 1.0),
-        seeds=(0, 4), transcript=str(path),
+        seeds=(0, 4), transcript=path,
     )  # fmt: skip
     report = run(options)
     assert report.ok and report.data["texts"] == 12
@@ -94,8 +94,8 @@ def test_refusals(folder: Path, written: Path, tmp_path: Path, capsys: pytest.Ca
         assert why in refusal(["verify", folder, "--against", file], capsys)
     assert "--depths has no meaning" in refusal(["verify", folder, "--transcript", "x", "--depths", "1"], capsys)
     assert "both given" in refusal(["verify", folder, "--transcript", "x", "--against", written], capsys)
-    where = tmp_path / "missing" / "x.json"
-    assert f"cannot write {where}" in refusal(["verify", folder, *COMMON, "--transcript", where], capsys)
+    where = tmp_path / "bad.json" / "x.json"
+    assert f"{where} cannot be written" in refusal(["verify", "no-model", "--transcript", where], capsys)
 
 
 def test_portable_bits_are_the_native_backends() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from lora_files import random_adapter
 from support import family_of, make, new_folder, new_sequence, prompt_of, request, run, soften, tiny_model
-from tiny_models import write_model
+from tiny_models import write_model, write_tiny
 
 from headstart import machine
 from headstart.cli.main import main
@@ -19,7 +19,7 @@ from headstart.config import EngineConfig
 from headstart.core import SamplingParams, Span, VerifyResult
 from headstart.engine.load import load_model
 from headstart.engine.verify import verify_exact
-from headstart.errors import UsageError
+from headstart.errors import ModelError, UsageError
 from headstart.kernels.backends import reference
 from headstart.tools.verify import run as verify
 from headstart.tools.verify.options import FULL, VerifyOptions, default_drafters, pairwise
@@ -197,7 +197,8 @@ def test_what_cannot_be_verified_is_said_first(folder: Path, tmp_path: Path) -> 
     (["--numerics", "--full"], "--numerics and --full are both given"),
     (["--preemption", "maybe"], "--preemption is 'maybe', which is not a list of such values"),
     (["--depth", "3"], "verify varies --depth"),
-    (["--chunk-sizes", "0,1"], "--max-num-batched-tokens is 0"),
+    *((["--" + name, "0,1"], f"--{name} is '0,1', but must be at least 1")
+      for name in ("batch-sizes", "chunk-sizes", "thread-counts")),
     (["--temperatures", "-1"], "temperature is -1.0"),
 ])  # fmt: skip
 def test_what_contradicts_itself(
@@ -370,3 +371,13 @@ def test_scores_are_those_of_an_adapter() -> None:
     assert judge.margin([5, 6], 33, 77, params) == plain != judge.margin([5, 6], 33, 77, params, "one")
     with pytest.raises(UsageError, match="--lora does not go with --against transformers"):
         verify.run(VerifyOptions(model=str(path), config=config, against="transformers"))
+
+
+def test_a_model_with_code_of_its_own_is_not_compared(tmp_path: Path) -> None:
+    folder = write_tiny(FAMILY, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    own = {"auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}
+    (folder / "config.json").write_text(json.dumps(config | own))
+    (folder / "own.py").write_text("raise SystemExit")
+    with pytest.raises(ModelError, match=r"transformers cannot load .*custom code"):
+        verify.run(VerifyOptions(model=str(folder), against="transformers"))
