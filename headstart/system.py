@@ -172,6 +172,15 @@ def end_process_group(process: "subprocess.Popen[bytes]", *, kill: bool) -> bool
     return True
 
 
+def describe_exit(code: int) -> str:
+    """An exit code in words, after "ended"; negative: the signal."""
+    if code >= 0:
+        return f"with code {code}"
+    with suppress(ValueError):
+        return f"by {signal.Signals(-code).name}"
+    return f"by signal {-code}"
+
+
 def stop_process_group(process: "subprocess.Popen[bytes]", seconds: float = STOP_SECONDS) -> None:
     """Interrupt a process with a session of its own, and its children. Kill them after `seconds`, and children that are
     left when the process has ended."""

@@ -15,12 +15,20 @@ from support import PATIENCE
 
 from headstart.api import LLM
 from headstart.config import EngineConfig
+from headstart.engine.async_engine import RequestStream
 from headstart.server.app import ServerConfig, app_over, single_model_manager
 from headstart.server.model_manager import ServedModel
 from headstart.server.pipeline import ServerState
 from headstart.server.protocol import HttpProtocol
 
 ENGINE = EngineConfig(threads=1, max_num_seqs=8, kv_blocks=512, max_model_len=2048)
+
+
+async def tokens_of(stream: RequestStream) -> list[int]:
+    try:
+        return [token async for _, delta in stream for token in delta.tokens]
+    finally:
+        stream.close()
 
 
 class Inside(HttpServer):

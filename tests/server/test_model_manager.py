@@ -9,6 +9,7 @@ from typing import Any
 from weakref import ref
 
 import pytest
+from inside import tokens_of
 from support import PATIENCE
 from tiny_models import write_tiny
 
@@ -62,13 +63,6 @@ async def begun(served: ServedModel, tokens: int = 20) -> RequestStream:
     return await served.open([served.llm.request(list(range(5, 15)), params)])
 
 
-async def written(stream: RequestStream) -> list[int]:
-    try:
-        return [token async for _, delta in stream for token in delta.tokens]
-    finally:
-        stream.close()
-
-
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():
         await asyncio.sleep(0.01)
@@ -97,13 +91,13 @@ def test_a_model_comes_when_it_is_asked_for_and_leaves_when_nobody_asks(folder: 
         waiting[0].cancel()
         first = (await asyncio.gather(*waiting, return_exceptions=True))[-1]
         assert isinstance(first, ServedModel) and models.find("a").num_loads == 1
-        expected, engine = await written(await begun(first)), ref(first.llm.engine)
+        expected, engine = await tokens_of(await begun(first)), ref(first.llm.engine)
         del first, waiting
         await until(lambda: loaded(models) == [])
         async with models._moving:
             gc.collect()
         assert engine() is None, "its memory is not given back"
-        assert await written(await begun(await models.get("a:latest"))) == expected
+        assert await tokens_of(await begun(await models.get("a:latest"))) == expected
         assert models.find("a").num_loads == 2
         with pytest.raises(ModelError, match="this server has a, b, broken"):
             await models.get("c")
@@ -120,10 +114,10 @@ def test_the_longest_idle_leaves_for_another_and_who_works_does_not(folder: Path
         assert loaded(models) == ["b"]
         with pytest.raises(BusyError, match="models that run leave"):
             await models.get("a")
-        expected = await written(running)
+        expected = await tokens_of(running)
         await models.get("a")
         assert loaded(models) == ["a"]
-        assert await written(await begun(await models.get("b"), 100)) == expected
+        assert await tokens_of(await begun(await models.get("b"), 100)) == expected
 
     with_models(folder, check, memory=sizes["a"] + sizes["b"] - 1)
 
@@ -140,14 +134,14 @@ def test_a_model_larger_than_all_memory_says_so(folder: Path) -> None:
 
 def test_a_model_that_cannot_be_loaded_disturbs_nobody(folder: Path) -> None:
     async def check(models: ModelManager) -> None:
-        expected = await written(await begun(await models.get("b"), 100))
+        expected = await tokens_of(await begun(await models.get("b"), 100))
         running = await begun(await models.get("b"), 100)
         for _ in range(2):
             with pytest.raises(
                 GenerationError, match=r"the model broken cannot be loaded: .*model.safetensors is empty"
             ):
                 await models.get("broken")
-        assert await written(running) == expected
+        assert await tokens_of(running) == expected
         assert loaded(models) == ["b"]
 
     with_models(folder, check)
@@ -157,7 +151,7 @@ def test_a_model_does_not_leave_while_it_writes(folder: Path) -> None:
     async def check(models: ModelManager) -> None:
         running = await begun(await models.get("a"), 400)
         assert not await models.release("a")
-        assert len(await written(running)) == 400
+        assert len(await tokens_of(running)) == 400
         await until(lambda: loaded(models) == [])
         with (await models.get("b")).admission.hold():
             assert not await models.release("b")
@@ -172,9 +166,9 @@ def test_models_share_the_threads(folder: Path) -> None:
     async def check(models: ModelManager) -> None:
         a, b = await models.get("a"), await models.get("b")
         assert a.llm.model.backend.threads is b.llm.model.backend.threads  # type: ignore[attr-defined]
-        alone = [await written(await begun(each, 50)) for each in (a, b)]
+        alone = [await tokens_of(await begun(each, 50)) for each in (a, b)]
         streams = [await begun(each, 50) for each in (a, b)]
-        assert await asyncio.gather(*map(written, streams)) == alone
+        assert await asyncio.gather(*map(tokens_of, streams)) == alone
 
     with_models(folder, check)
 

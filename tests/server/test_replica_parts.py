@@ -13,7 +13,8 @@ from headstart.server.accounts import Accounts
 from headstart.server.replicas import metrics, router
 from headstart.server.replicas.group import ReplicaGroup, ReplicaId, ReplicaInfo, divide_cpus
 from headstart.server.replicas.router import RouterProcess
-from headstart.server.replicas.supervisor import command, describe_exit
+from headstart.server.replicas.supervisor import command
+from headstart.system import describe_exit
 
 TWO_NODES = (Node(0, ((0, 1, 2, 3),)), Node(1, ((4, 5, 6, 7),)))
 
@@ -127,7 +128,7 @@ def test_nobody_answers_at_a_router_that_is_gone() -> None:
 
 
 def test_exit_codes_are_told() -> None:
-    assert (describe_exit(2), describe_exit(-9)) == ("with code 2", "by SIGKILL")
+    assert [describe_exit(code) for code in (2, -9, -63)] == ["with code 2", "by SIGKILL", "by signal 63"]
 
 
 def test_without_a_router_it_is_said_how_to_get_one(

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import support
+from inside import tokens_of
 
 from headstart.api import LLM
 from headstart.config import FIXED_DEPTH, EngineConfig
@@ -45,13 +46,6 @@ def with_served(
 
     asyncio.run(main())
     support.assert_clean(llm.engine)
-
-
-async def tokens_of(stream: RequestStream) -> list[int]:
-    try:
-        return [token async for _, delta in stream for token in delta.tokens]
-    finally:
-        stream.close()
 
 
 def request(served: ServedModel, seed: int, tokens: int = 20, **more: Any) -> Any:

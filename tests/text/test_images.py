@@ -1,6 +1,5 @@
 """Images: what their files say arrives as pixels, and files that say nonsense do no harm."""
 
-import io
 import os
 import signal
 from collections.abc import Callable
@@ -9,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from image_files import file_of
 from PIL import Image as Pillow
 
 from headstart.errors import UsageError
@@ -17,12 +17,6 @@ from headstart.text.images import Image, ImageError, ImageLimits, decode_image, 
 
 COLORS = np.random.default_rng(0).integers(0, 256, (6, 9, 3), np.uint8)
 IMAGE = Pillow.fromarray(COLORS)
-
-
-def file_of(image: Pillow.Image, kind: str = "PNG", **options: Any) -> bytes:
-    file = io.BytesIO()
-    image.save(file, kind, **options)
-    return file.getvalue()
 
 
 def pixels_of(data: bytes) -> np.ndarray:

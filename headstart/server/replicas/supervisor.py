@@ -27,7 +27,7 @@ from headstart.server.replicas.group import CpuShare, ReplicaGroup, ReplicaId, R
 from headstart.server.replicas.metrics import LOAD_METRICS, OWN_HEADER, total
 from headstart.server.replicas.relay import HOST, Relay, RelayServer
 from headstart.server.replicas.router import RouterMembership, RouterProcess, register, registered, send
-from headstart.system import HANGUP, add_signal_handler, has_terminal
+from headstart.system import HANGUP, add_signal_handler, describe_exit, has_terminal
 
 log = logging.getLogger("headstart.server")
 
@@ -141,15 +141,6 @@ async def spawn(words: Seq[str], replica: ReplicaId, share: CpuShare, starts: in
     arguments, nothing = command(words, replica, port, share.threads), asyncio.subprocess.DEVNULL
     process = await asyncio.create_subprocess_exec(*arguments, stdin=nothing, start_new_session=True)
     return ReplicaProcess(replica.number, port, share, starts, process)
-
-
-def describe_exit(code: int) -> str:
-    """An exit code in words."""
-    if code >= 0:
-        return f"with code {code}"
-    with suppress(ValueError):
-        return f"by {signal.Signals(-code).name}"
-    return f"by signal {-code}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import signal
 import socket
 import subprocess
 import tempfile
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from headstart.core import Progress
 from headstart.errors import CheckFailed, HeadstartError, UsageError
-from headstart.system import stop_process_group
+from headstart.system import describe_exit, stop_process_group
 from headstart.tools.client import Server, get
 from headstart.tools.launch.launcher import EngineLauncher
 from headstart.tools.launch.spec import LaunchSpec, LaunchStep
@@ -61,10 +60,7 @@ class ServerProcess:
     def exit_reason(self) -> str | None:
         """Returns how the process ended, as a phrase such as "ended with code 1"; None while it runs."""
         code = self.process.poll() if self.process else 0
-        if code is None:
-            return None
-        killed = f"was killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else ""
-        return killed or f"ended with code {code}"
+        return None if code is None else f"ended {describe_exit(code)}"
 
     def is_healthy(self) -> bool:
         async def check() -> bool:

@@ -14,7 +14,6 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from support import until
-from tiny_models import write_tiny
 
 from headstart.cli.main import main
 from headstart.config import EngineConfig
@@ -194,11 +193,6 @@ def test_bad_lines(tmp_path: Path, capsys: Capture, lines: str, message: str) ->
 
 
 # Runs in process.
-
-
-@pytest.fixture(scope="module")
-def headed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_tiny("mimo", tmp_path_factory.mktemp("headed")))
 
 
 @pytest.fixture(scope="module")

@@ -29,11 +29,6 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_tiny("llama", tmp_path_factory.mktemp("plain"), num_hidden_layers=2))
 
 
-@pytest.fixture(scope="module")
-def headed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_tiny("mimo", tmp_path_factory.mktemp("headed")))
-
-
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_step, "IN_PLACE_STEPS", 2)
