@@ -8,6 +8,7 @@ systems lack, and was never tried there.
 import os
 import select
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -170,6 +171,13 @@ def end_process_group(process: "subprocess.Popen[bytes]", *, kill: bool) -> bool
     except ProcessLookupError:
         return False
     return True
+
+
+def free_port() -> int:
+    """A TCP port of the loopback interface that no process has at the moment."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 def describe_exit(code: int) -> str:

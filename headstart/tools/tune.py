@@ -16,7 +16,7 @@ from headstart.config import AUTO, FIXED_DEPTH, Depth, EngineConfig
 from headstart.core import Progress, Report, no_progress
 from headstart.engine.load import Model, load_model, other_heads
 from headstart.errors import UsageError
-from headstart.system import stop_process_group
+from headstart.system import describe_exit, stop_process_group
 from headstart.tools import client
 from headstart.tools.bench import workloads
 from headstart.tools.bench.document import BenchCell, Interval
@@ -287,7 +287,7 @@ class StartedServer:
                 if self._process.poll() is not None:
                     log.seek(0)
                     last = (log.read().decode("utf-8", "replace").strip().splitlines() or ["no output"])[-1]
-                    raise UsageError(f"{command} ended with exit code {self._process.returncode}: {last}")
+                    raise UsageError(f"{command} ended {describe_exit(self._process.returncode)}: {last}")
                 time.sleep(POLL_SECONDS)
         self._mode, self._target = mode, HttpTarget(self._server, model=self._model)
         return self._target

@@ -2,7 +2,6 @@
 
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -73,12 +72,6 @@ def running(*arguments: str, port: int = 0) -> Iterator[Server]:
         server.client.close()
         process.kill()
         process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def _address(server: Server) -> str | None:

@@ -13,9 +13,11 @@ from typing import Any
 import httpx
 import promql_parser
 import pytest
-from process import Server, free_port
+from process import Server
 from prometheus_client.parser import text_string_to_metric_families
 from support import PATIENCE, until
+
+from headstart.system import free_port
 
 DOCS = Path(__file__).parents[2] / "docs"
 FOLDER = DOCS / "monitoring"

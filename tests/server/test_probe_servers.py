@@ -10,13 +10,14 @@ from typing import Any, cast
 
 import pytest
 from inside import Inside, inside
-from process import PROGRAM, free_port
+from process import PROGRAM
 
 from headstart import hub, registry
 from headstart.api import LLM
 from headstart.cli.main import main
 from headstart.config import EngineConfig
 from headstart.errors import UsageError
+from headstart.system import free_port
 from headstart.text.chat import ChatTemplate
 from headstart.tools import client
 from headstart.tools.launch import run as launch

@@ -2,7 +2,6 @@
 
 import contextlib
 import shlex
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from headstart.cli.serve import with_tuned
 from headstart.config import AUTO, EngineConfig
 from headstart.engine import load
 from headstart.errors import UsageError
+from headstart.system import free_port
 from headstart.tools import client, tune
 from headstart.tools.bench.document import BenchCell, Latency
 from headstart.tools.saved import load_setting, save_setting
@@ -177,9 +177,7 @@ def serve_command(model: str, port: int, *words: str) -> str:
 def test_a_server_is_tuned_by_request_and_by_restart(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "MAX_ROUNDS", 1)
     monkeypatch.setattr(tune, "DEPTHS", (1,))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     start, start_off = (serve_command(model, port, word) for word in ("--depth {depth}", "--no-mtp"))
     options = TuneOptions(url=url, workload="repetitive", concurrency=(1,), start=start, start_off=start_off)
@@ -209,7 +207,7 @@ def answers(url: str) -> bool:
 def test_a_command_that_starts_no_server_is_named() -> None:
     start_off = "sh -c 'echo no such model; exit 3'"
     options = TuneOptions(url="http://127.0.0.1:9", start="true {depth}", start_off=start_off)
-    with pytest.raises(UsageError, match="ended with exit code 3: no such model"):
+    with pytest.raises(UsageError, match="ended with code 3: no such model"):
         tune.run(options)
     with pytest.raises(UsageError, match="cannot run missing-program"):
         tune.run(replace(options, start_off="missing-program"))

@@ -22,6 +22,7 @@ from urllib.parse import quote, urlsplit
 
 from headstart.errors import UsageError
 from headstart.server import limits
+from headstart.system import describe_exit, end_with_parent
 
 if TYPE_CHECKING:
     import ssl
@@ -98,7 +99,7 @@ class RouterProcess:
             if self.process.returncode is not None:
                 await listening
                 last = next((line for line in reversed(self.last_lines) if line), "no output")
-                raise UsageError(f"{PACKAGE} ended with code {self.process.returncode}: {last[:300]}")
+                raise UsageError(f"{PACKAGE} ended {describe_exit(self.process.returncode)}: {last[:300]}")
             await asyncio.sleep(0.1)
 
     async def _listen(self, process: asyncio.subprocess.Process) -> None:
@@ -252,8 +253,6 @@ class RouterMembership:
 
 
 if __name__ == "__main__":  # vllm-router's own program, which ends with the process that started it
-    from headstart.system import end_with_parent
-
     end_with_parent()
     from vllm_router.launch_router import main
 

@@ -27,7 +27,7 @@ from headstart.server.replicas.group import CpuShare, ReplicaGroup, ReplicaId, R
 from headstart.server.replicas.metrics import LOAD_METRICS, OWN_HEADER, total
 from headstart.server.replicas.relay import HOST, Relay, RelayServer
 from headstart.server.replicas.router import RouterMembership, RouterProcess, register, registered, send
-from headstart.system import HANGUP, add_signal_handler, describe_exit, has_terminal
+from headstart.system import HANGUP, add_signal_handler, describe_exit, free_port, has_terminal
 
 log = logging.getLogger("headstart.server")
 
@@ -134,10 +134,7 @@ def command(words: Seq[str], replica: ReplicaId, port: int, threads: int) -> lis
 
 async def spawn(words: Seq[str], replica: ReplicaId, share: CpuShare, starts: int) -> ReplicaProcess:
     """A new process on a free port. It writes to the supervisor's stdout and stderr."""
-    with socket.socket() as reserved:  # until the process has the port
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind((HOST, 0))
-        port = reserved.getsockname()[1]
+    port = free_port()
     arguments, nothing = command(words, replica, port, share.threads), asyncio.subprocess.DEVNULL
     process = await asyncio.create_subprocess_exec(*arguments, stdin=nothing, start_new_session=True)
     return ReplicaProcess(replica.number, port, share, starts, process)
@@ -163,9 +160,7 @@ def supervise(settings: SupervisorSettings, sockets: list[socket.socket]) -> int
     folder = Path(tempfile.mkdtemp(prefix="headstart-replicas-"))
     host, port = sockets[0].getsockname()[:2]
     try:
-        with socket.socket() as metrics:
-            metrics.bind(("127.0.0.1", 0))
-            router = RouterProcess(host, port, metrics.getsockname()[1], settings.origins)
+        router = RouterProcess(host, port, free_port(), settings.origins)
         with (
             ExitStack() as stack,
             asyncio.Runner(loop_factory=uvicorn.Config("", log_config=None).get_loop_factory()) as runner,

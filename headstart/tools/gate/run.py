@@ -13,7 +13,6 @@ import asyncio
 import json
 import math
 import secrets
-import socket
 import subprocess
 import sys
 import time
@@ -28,7 +27,7 @@ import numpy as np
 from headstart.core import Progress, Report, no_progress
 from headstart.errors import HeadstartError, UsageError
 from headstart.files import read_text
-from headstart.system import stop_process_group
+from headstart.system import describe_exit, free_port, stop_process_group
 from headstart.tools.bench.summary import bootstrap_interval, draw_resamples, paired
 from headstart.tools.client import Server, find_model, list_models
 from headstart.tools.options import GateFlags
@@ -376,9 +375,7 @@ def _served(side: str) -> Iterator[str]:
     if _is_address(side):
         yield side
         return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "headstart", "serve", side, "--port", str(port), "--served-model-name", side]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
     try:
@@ -396,4 +393,5 @@ def _wait_for(server: Server, process: "subprocess.Popen[bytes]", side: str) -> 
             return
         except UsageError:
             time.sleep(POLL_SECONDS)
-    raise UsageError(f"cannot serve {side}: exit code {process.returncode}", f"headstart serve {side} says why")
+    how = describe_exit(process.returncode)
+    raise UsageError(f"cannot serve {side}: it ended {how}", f"headstart serve {side} says why")
