@@ -108,7 +108,7 @@ def test_the_chance_of_slower_answers_is_that_of_all_outcomes() -> None:
 
 
 def test_speeds_of_two_times_are_not_judged() -> None:
-    (check,) = [each for each in compare(record(1), record(2, seconds=1.0), OPTIONS, at_once=False)
+    (check,) = [each for each in compare(record(1), record(2, seconds=1.0), OPTIONS, in_turns=False)
                 if each.name == "speed, alone"]  # fmt: skip
     assert check.ok is None
 

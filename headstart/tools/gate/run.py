@@ -37,7 +37,7 @@ from headstart.tools.probe.exact_requests import FORMS, SCHEMA, ExactClient, Pro
 from headstart.tools.prompts import builtin_prompts
 
 FORMAT = "headstart gate 2"
-CONCURRENCY = 8  # requests in company
+CONCURRENCY = 8  # requests of a side at a time
 OBJECTS = {"schema": "valid JSON under a schema", "tools": "valid arguments of tool calls"}
 OBJECT_TOKENS = 192  # least limit of answers that should be whole JSON objects
 SIGNIFICANT = 0.01
@@ -57,7 +57,7 @@ class GateAnswer:
     kind: str  # form of the request, or "built-in"
     sampled: bool
     texts: tuple[str, str]  # asked twice, alone; of a refusal, its status and message
-    company: str  # asked among CONCURRENCY requests
+    company: str  # text when asked among CONCURRENCY requests
     tokens: int | None  # of the first answer; None: the server does not report the value
     seconds: float  # of the first answer
     accepted: float | None = None  # accepted drafted tokens; None: the server does not report the value
@@ -170,7 +170,7 @@ def run(options: GateOptions, progress: Progress = no_progress) -> Report:
     sides = {"new": options.new} if baseline else {"old": options.old, "new": options.new}
     records = collect(sides, options, progress, baseline.model if baseline else None)
     old, new = baseline or records[0], records[-1]
-    checks = compare(old, new, options, at_once=baseline is None)
+    checks = compare(old, new, options, in_turns=baseline is None)
     failed = [check for check in checks if check.ok is False]
     summary = f"{'FAILED' if failed else 'PASSED'}: {len(failed)} of {len(checks)} checks failed"
     data = {
@@ -181,8 +181,8 @@ def run(options: GateOptions, progress: Progress = no_progress) -> Report:
     return Report(not failed, data, [summary])
 
 
-def compare(old: GateRecord, new: GateRecord, options: GateOptions, *, at_once: bool = True) -> list[GateCheck]:
-    """Makes all checks over the prompts that both sides answered. at_once: both sides were asked in turns."""
+def compare(old: GateRecord, new: GateRecord, options: GateOptions, *, in_turns: bool = True) -> list[GateCheck]:
+    """Makes all checks over the prompts that both sides answered. in_turns: both sides were asked in turns."""
     shared = [key for key in old.answers if key in new.answers]
     if not shared:
         raise UsageError("the two sides share no kind of request", "do both serve chats?")
@@ -194,7 +194,7 @@ def compare(old: GateRecord, new: GateRecord, options: GateOptions, *, at_once: 
     checks.append(_text_changes(pairs, options.allow_text_changes))
     for kind in dict.fromkeys(old_answer.kind for old_answer, _ in pairs):
         checks.append(_acceptance(kind, [pair for pair in pairs if pair[0].kind == kind], options.floor))
-    return [*checks, _acceptance("all", pairs, options.floor), _speed(pairs, at_once)]
+    return [*checks, _acceptance("all", pairs, options.floor), _speed(pairs, in_turns)]
 
 
 COUNTED: dict[str, Callable[[GateAnswer], bool]] = {
@@ -224,14 +224,14 @@ def _lengths(counts: Any) -> Any:
     return counts[..., 0] / np.maximum(counts[..., 0] - counts[..., 1], 1)
 
 
-def _speed(pairs: Seq[tuple[GateAnswer, GateAnswer]], at_once: bool) -> GateCheck:
+def _speed(pairs: Seq[tuple[GateAnswer, GateAnswer]], in_turns: bool) -> GateCheck:
     """Compares tokens/s of answers alone. The machine may have been another when a baseline was made: no verdict."""
     rates = [tuple((each.tokens or 0) / max(each.seconds, 1e-9) for each in pair) for pair in pairs]
     ratio = paired(tuple((one, other) for one, other in rates if one and other))
     if ratio is None:
         return GateCheck("speed, alone", None, "-", "-", "a server does not count tokens")
     old, new = (f"{float(np.median(side)):.1f} tokens/s" for side in zip(*rates, strict=True))
-    if not at_once:
+    if not in_turns:
         return GateCheck("speed, alone", None, old, new, f"{ratio}, measured at two times")
     slower = [new_rate < old_rate for old_rate, new_rate in rates if old_rate and new_rate]
     ok = ratio.point >= MIN_SPEED or chance_of_more(sum(slower), len(slower)) >= SIGNIFICANT
@@ -330,14 +330,14 @@ class GateSide:
             async with places:
                 return await self._ask(number)
 
-        company = await asyncio.gather(*(ask_concurrently(number) for number in self.alone))
+        concurrent = await asyncio.gather(*(ask_concurrently(number) for number in self.alone))
         answers = {
             f"{prompt.case.sampled:d} {prompt.text}": GateAnswer(
-                prompt.kind, prompt.case.sampled, (one.text, other.text), among.text, one.tokens, one.seconds,
+                prompt.kind, prompt.case.sampled, (one.text, other.text), together.text, one.tokens, one.seconds,
                 (other if self.deep else one).accepted, one.refused or other.refused,
             )
-            for prompt, (one, other), among in zip(
-                [self.prompts[number] for number in self.alone], self.alone.values(), company, strict=True
+            for prompt, (one, other), together in zip(
+                [self.prompts[number] for number in self.alone], self.alone.values(), concurrent, strict=True
             )
         }  # fmt: skip
         return GateRecord(str(self.client.endpoint.model), self.options.max_tokens, self.options.seed, answers)
