@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headstart.config import Quantization
 from headstart.core import NOT_FINITE, NOTHING_LEFT, Sampled, SamplingRows, StepPlan
-from headstart.kernels.cuda.device import CudaDevice, HostCopy, explain_out_of_memory, open_device
+from headstart.kernels.cuda.device import HostCopy, explain_out_of_memory, open_device
 from headstart.kernels.cuda.draft_loop import CudaDraftLoop
 from headstart.kernels.cuda.launch import KernelLauncher
 from headstart.kernels.cuda.matrix import CudaMatrix, load_matrix
@@ -56,10 +56,8 @@ class CudaBackend(TorchBackend):
 
     name = "cuda"
 
-    def __init__(
-        self, *, narrow: bool = True, quantization: Quantization | None = None, device: CudaDevice | None = None
-    ) -> None:
-        self.device = device or open_device()
+    def __init__(self, *, narrow: bool = True, quantization: Quantization | None = None) -> None:
+        self.device = open_device()
         self.torch_device = self.device.torch_device
         self.kv_dtype = torch.bfloat16 if narrow else torch.float32
         self.hidden_dtype = self.state_dtype = torch.float32
