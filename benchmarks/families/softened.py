@@ -12,7 +12,8 @@ SOFT = 0.1  # factor of DAMPED
 MARKOV_SCALE = 2.0  # of a Markov head's logits, which are added to the random logits of mask rows
 DAMPED = (
     "o_proj.weight", "wo_b.weight", "out_proj.weight", "down_proj.weight", "w2.weight", "experts.down_proj",
-    "down_proj_bias", "ple.value_proj.weight", "engram.wkv.weight", "routed_expert_up_proj.weight",
+    "wo_ud.weight", "w2_md.weight", "w2_weight", "down_proj_bias", "ple.value_proj.weight", "engram.wkv.weight",
+    "routed_expert_up_proj.weight",
 )  # fmt: skip
 PROJECTIONS = {
     "mtp.fc.weight": False, "eh_proj.weight": False, "input_proj.weight": True, "mtp_linear_proj.0.weight": False,
@@ -28,7 +29,9 @@ MARKOV = tuple(
     tuple(f"markov_head.{name}.weight" for name in names) for names in (("markov_w1", "embed"), ("markov_w2", "head"))
 )
 """Tables of a DSpark drafter's Markov head, with as many columns as the hidden size: their names in V4, in V4.1."""
-INPUT_NORMS = r"pre_fc_norm_embedding\.weight|enorm(\.m)?\.weight|token_layernorm\.weight"
+INPUT_NORMS = (
+    r"pre_fc_norm_embedding\.weight|enorm(\.m)?\.weight|token_layernorm\.weight|layers\.\d\.embed_norm\.weight"
+)
 OUTPUT_NORMS = r"mtp\.(\d\.)?norm\.weight|shared_head\.norm\.weight|final_layernorm\.weight|mtp_emb_norm"
 LAST_NORMS = ("model.norm.weight", "backbone.norm_f.weight", "model.final_layernorm.weight", "norm.weight")
 """Names of the trunk's last norm."""

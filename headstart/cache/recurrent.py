@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from headstart.core import Int32, Sequence, Span, StateSteps
+from headstart.core import Int32, Rows, Sequence, Span, StateSteps
 
 SNAPSHOT_EVERY = 256  # positions between snapshots of a sequence, besides the one at the end of its prompt
 
@@ -25,6 +25,7 @@ class _SequenceState:
     position: int = 0  # position that the state precedes
     # position -> slot of snapshots that are written but not published
     pending: dict[int, int] = field(default_factory=dict)
+    heads: dict[int, int] = field(default_factory=dict)  # head's network -> position that its older state precedes
 
 
 class StateCacheManager:
@@ -88,6 +89,31 @@ class StateCacheManager:
             state.pending |= snapshots
             state.source, state.position = state.own, true_end
         arrays = (own, sources, starts, keeps, store_starts, positions, slots)
+        return StateSteps(*(np.array(each, np.int32) for each in arrays))
+
+    def plan_head(self, network: int, rows: Iterable[Rows], *, pairs: bool) -> StateSteps:
+        """StateSteps of a pass of a head with states. Its pools have two slots for each sequence: one is the sequence's
+        own, with the state after the latest row; the other one, `num_running` slots further, has the state before the
+        newest pair, where the next pairs begin. Pairs without that state (after a prefix hit) begin with zeros; drafts
+        may be worse then."""
+        own, reads, starts, ends, store_starts = [], [], [], [], [0]
+        positions: list[int] = []
+        slots: list[int] = []
+        for part in rows:
+            state, end = self._states[part.sequence], part.start + len(part.token_ids)
+            own.append(state.own)
+            starts.append(part.start)
+            ends.append(end)
+            known = not pairs or state.heads.get(network) == part.start
+            reads.append((state.own + self.num_running * pairs) if known else -1)
+            if pairs and end - part.start > 1:
+                positions.append(end - 1)
+                slots.append(state.own + self.num_running)
+                state.heads[network] = end - 1
+            positions.append(end)
+            slots.append(state.own)
+            store_starts.append(len(slots))
+        arrays = (own, reads, starts, ends, store_starts, positions, slots)
         return StateSteps(*(np.array(each, np.int32) for each in arrays))
 
     def _new_snapshots(self, sequence: Sequence, state: _SequenceState, end: int) -> dict[int, int]:

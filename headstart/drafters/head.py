@@ -42,6 +42,8 @@ class HeadDrafter(base.Drafter):
         lm_heads = head.lm_heads or (sketch or lm_head_of(target, head, ids),)
         network = HeadNetwork(head, target.config.hidden_size, embedding, lm_heads)
         self._network = target.runner.open(network, target.network)
+        if network.state_specs:  # the newest pair of a pass is computed again in the next one
+            self._budget = max(self._budget, 2)
         self._modules_with_kv = [i for i, module in enumerate(head.modules) if module.kv_specs]
         self._pair_programs = [f"pairs.{i}" for i in sorted({0, *self._modules_with_kv})]
         others = [(f"next.{self._spec.module_of(i)}", self._spec.rows_before(i)) for i in range(1, self.max_depth)]

@@ -26,6 +26,7 @@ from headstart.engine.vision import VisionEncoder
 from headstart.engine.vocabulary import can_sketch, find_sketch, num_exact, reduced_vocabulary
 from headstart.errors import ModelError, UsageError
 from headstart.files import content_digest, read_text, user_path
+from headstart.heads.base import states_of
 from headstart.heads.draft_model import DraftModel
 from headstart.heads.kind import head_kind
 from headstart.layers.decoder import tap_width
@@ -263,6 +264,7 @@ def _state_cache(model: Model, config: EngineConfig, budget: int, *, drafts: boo
     running_bytes, snapshot_bytes = (
         sum(model.backend.state_bytes(spec, rows) for spec in specs) for rows in (num_kept, 0)
     )
+    running_bytes += _head_state_bytes(model)
     num_running = max(1, min(config.max_num_seqs, budget // 4 // running_bytes))
     num_snapshots = min(MAX_SNAPSHOTS, budget // 4 // snapshot_bytes) if config.enable_prefix_caching else 0
     return StateCacheManager(num_running, num_snapshots, num_kept, block_size=config.block_size)
@@ -273,7 +275,14 @@ def _state_bytes(model: Model, states: StateCacheManager | None) -> int:
         return 0
     backend, specs = model.backend, model.decoder.state_specs
     num_kept = sum(backend.state_bytes(spec, states.num_kept) - backend.state_bytes(spec) for spec in specs)
-    return states.num_slots * sum(map(backend.state_bytes, specs)) + states.num_running * num_kept
+    per_sequence = num_kept + _head_state_bytes(model)
+    return states.num_slots * sum(map(backend.state_bytes, specs)) + states.num_running * per_sequence
+
+
+def _head_state_bytes(model: Model) -> int:
+    """Bytes of a sequence's two states of the head (StateCacheManager.plan_head)."""
+    modules = model.head.modules if model.head else ()
+    return 2 * sum(model.backend.state_bytes(spec) for module in modules for spec in states_of(module))
 
 
 def identity(model: Model, config: EngineConfig) -> dict[str, Any]:

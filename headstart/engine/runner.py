@@ -231,22 +231,26 @@ class Runner:
         self.num_passes = self.num_rows = 0  # trunk passes, and their rows
 
     def open(self, network: Network, source: NetworkHandle | None = None) -> NetworkHandle:
-        """Registers a network beside the trunk; `allocate` makes its pools. Raises ModelError for recurrent layers:
-        only the trunk can replay rows whose drafts were rejected."""
-        if network.state_specs:
-            raise ModelError("a drafter's network cannot have recurrent layers yet", "use --drafter ngram")
+        """Registers a network beside the trunk; `allocate` makes its pools."""
         self.networks.append(NetworkHandle(network, len(self.networks), source))
         return self.networks[-1]
 
     def allocate(self, trunk: Network, memory: KVCacheManager, *, num_slots: int) -> None:
         """Allocates the pools of all networks. num_slots: KV slots of each pool."""
         self.memory, self.trunk = memory, NetworkHandle(trunk, -1)
-        states: list[Pool] = []
-        if states_cache := memory.states:
-            sizes = states_cache.num_slots, states_cache.num_running, states_cache.num_kept
-            states = [self.backend.state_pool(*sizes, spec) for spec in trunk.state_specs]
+        states_cache = memory.states
         for handle in (self.trunk, *self.networks):
+            states: list[Pool] = []
+            if states_cache and handle is self.trunk:
+                sizes = states_cache.num_slots, states_cache.num_running, states_cache.num_kept
+                states = [self.backend.state_pool(*sizes, spec) for spec in trunk.state_specs]
             kv = [self.backend.kv_pool(num_slots, spec) for spec in handle.network.kv_specs]
+            if handle is not self.trunk and (specs := handle.network.state_specs):
+                if states_cache is None:
+                    what = "a drafter's network cannot have recurrent layers beside a trunk without"
+                    raise ModelError(what, "use --drafter ngram")
+                count = 2 * states_cache.num_running  # see StateCacheManager.plan_head
+                states = [self.backend.state_pool(count, count, 0, spec) for spec in specs]
             width = stored_width(handle.network)
             hidden = self.backend.hidden_pool(num_slots, width) if width else (handle.source or self.trunk).pools.hidden
             self._prepare(handle, Pools(kv, states, hidden, self.trunk.pools.kv))
@@ -299,6 +303,9 @@ class Runner:
         network = handle.network
         hidden_offset = network.hidden_offset if hidden is None else None
         plan = build_plan(rows, self.memory.block_size, network.first_position, hidden_offset)
+        if handle is not self.trunk and network.state_specs:
+            assert self.memory.states
+            states = self.memory.states.plan_head(handle.index, rows, pairs=hidden is None)
         plan.states = states
         prepared = handle.programs[program]
         if handle is self.trunk and program in self._adapted:
@@ -309,7 +316,9 @@ class Runner:
 
     def fill(self, handle: NetworkHandle, rows: Seq[Rows]) -> None:
         for part in rows:
-            self.memory.fill(part.sequence, handle.index, part.start, part.start + len(part.token_ids))
+            # with states, the newest pair is computed again: see StateCacheManager.plan_head
+            end = part.start + len(part.token_ids) - bool(handle.network.state_specs)
+            self.memory.fill(part.sequence, handle.index, part.start, end)
 
     def filled(self, handle: NetworkHandle, sequence: Sequence) -> int:
         reach, size, begin = handle.receptive_field, self.memory.block_size, 0
@@ -514,7 +523,8 @@ class Runner:
             program = self.backend.prepare_draft_loop(
                 others, vocab_size=self.vocab_size, token_ids=steps.token_ids, is_block=steps.is_block
             )
-            self._draft_loops[steps] = None if self._keep_probs else program
+            alone = self._keep_probs or bool(steps.network.network.state_specs)
+            self._draft_loops[steps] = None if alone else program
         return self._draft_loops[steps]
 
     def draw(

@@ -16,7 +16,7 @@ from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, RawTensor, StepInpu
 from headstart.kernels.specs import StateSpec
 from headstart.layers.attention import Attention
 from headstart.layers.decoder import DecoderLayer, LayerConfig, Tap, join_pools, tap_width
-from headstart.layers.linear import Linear, LMHead
+from headstart.layers.linear import Linear, LMHead, scale
 from headstart.layers.network import NetworkProgram, Pools
 
 FIRST_PAIR_POSITION = 1  # the pair (h_p, t_{p+1}) lives at position p + 1, so pair 0 is at 1
@@ -125,6 +125,8 @@ class HeadSpec:
     # the module of draft steps past the last one; None: such depths are refused, unless there is one module
     beyond: Literal["last", "cycle"] | None = None
     output_norm: bool = True  # the block's output is normalized before the LM head
+    embed_norm: bool = False  # embeddings have the trunk's norm (`embed_norm`) before the module's own
+    logit_scale: float = 1.0  # multiplies logits, as in the trunk
     joint_norm: bool = False  # the norm of all streams of the trunk is one
     own_lm_head: int = 0  # rows of each module's own LM head; 0: the trunk's LM head
     norm_before_residual: bool = False  # EAGLE-3: the residual is the normalized state
@@ -204,7 +206,6 @@ class HeadNetwork:
     embedding: Weight
     lm_heads: Sequence[LMHead]
     hidden_offset: int = FIRST_PAIR_POSITION
-    state_specs: tuple[StateSpec, ...] = ()
 
     @property
     def first_position(self) -> int:
@@ -215,22 +216,26 @@ class HeadNetwork:
     def kv_specs(self) -> Sequence[KVSpec]:
         return [spec for module in self.head.modules for spec in module.kv_specs]
 
+    @property
+    def state_specs(self) -> Sequence[StateSpec]:
+        return [spec for module in self.head.modules for spec in states_of(module)]
+
     def programs(self, pools: Pools) -> Mapping[str, NetworkProgram]:
         """Programs of each module i: `pairs.i` is a draft step from stored trunk states, `next.i` one from recycled
         vectors. STATES: the first module's input of the LM head."""
-        kv, programs, spec = iter(pools.kv), {}, self.head.spec
+        kv, states, programs, spec = iter(pools.kv), iter(pools.states), {}, self.head.spec
         reader = spec.reader
         read = [pools.trunk[place] for place in reader.reads] if reader else None
         for index, module in enumerate(self.head.modules):
-            pool = read if read is not None else join_pools([next(kv) for _ in module.kv_specs])
+            own = [*(next(kv) for _ in module.kv_specs), *(next(states) for _ in states_of(module))]
+            pool = join_pools(own) if read is None else read
             lm_head = self.lm_heads[min(index, len(self.lm_heads) - 1)]
             code = DraftStep(self.head.spec, module, pool, self.embedding, lm_head)
             stored, recycled = (spec.read_width(self.hidden_size, recycled=each) for each in (False, True))
             programs[f"pairs.{index}"] = NetworkProgram(code, stored)
             programs[f"next.{index}"] = NetworkProgram(replace(code, recycled=True), recycled)
             if index == 0:
-                states = NetworkProgram(replace(code, lm_head=None), stored)
-                programs[STATES] = states
+                programs[STATES] = NetworkProgram(replace(code, lm_head=None), stored)
         return programs
 
 
@@ -251,7 +256,13 @@ class DraftStep:
         y, recycled = self.module.forward(ops, self.spec, embedded, step, self.pool, recycled=self.recycled)
         if self.lm_head is None:
             return {"states": y}
-        return {"logits": self.lm_head(ops, ops.take_rows(y, step.logit_rows)), "hidden": recycled}
+        y = scale(ops, ops.take_rows(y, step.logit_rows), self.spec.logit_scale)
+        return {"logits": self.lm_head(ops, y), "hidden": recycled}
+
+
+def states_of(module: Any) -> Sequence[StateSpec]:
+    """Specs of a module's recurrent states, one pool each; most kinds have none."""
+    return getattr(module, "state_specs", ())
 
 
 WINDOW_LIMIT = 1024

@@ -18,6 +18,7 @@ from headstart.heads.base import FIRST_PAIR_POSITION, HeadSpec
 from headstart.heads.kind import HeadKind, Start, Training, random_weights
 from headstart.heads.published import DeclaredShapes, DrafterFormat, Present
 from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, StepInputs
+from headstart.kernels.specs import StateSpec
 from headstart.layers.decoder import DecoderLayer, LayerConfig
 from headstart.layers.linear import Linear
 from headstart.layers.norm import NoNorm, Norm, RMSNorm
@@ -35,10 +36,15 @@ class MTPModule:
     block: DecoderLayer
     norm: Norm
     streams: StreamMixer | None = None
+    trunk_norm: RMSNorm | None = None  # of the trunk's embeddings
 
     @property
     def kv_specs(self) -> tuple[KVSpec, ...]:
         return self.block.mixer.kv_specs
+
+    @property
+    def state_specs(self) -> Seq[StateSpec]:
+        return self.block.state_specs
 
     def forward(
         self, ops: Ops, spec: HeadSpec, embedded: Buffer, step: StepInputs, pool: Pool, *, recycled: bool = False
@@ -46,6 +52,8 @@ class MTPModule:
         """See heads.base.Module. Recycled vectors and the trunk's hidden states are read alike."""
         if spec.mask_first:
             embedded = ops.zero_where(embedded, step.positions, FIRST_PAIR_POSITION)
+        if self.trunk_norm:
+            embedded = self.trunk_norm(ops, embedded)
         e, h = self.embedding_norm(ops, embedded), self.hidden_norm(ops, step.hidden)
         if self.streams:
             return self._in_streams(ops, spec, self.streams, e, h, step, pool)
@@ -96,6 +104,7 @@ def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[MTPModule]:
             block=spec.layer.build(weights, f"mtp.{i}.block", hidden),
             norm=norm(f"mtp.{i}.norm") if spec.output_norm else NoNorm(),
             streams=_streams(weights, f"mtp.{i}.streams", hidden, spec.layer),
+            trunk_norm=norm("embed_norm") if spec.embed_norm else None,
         )
         for i in range(spec.num_modules)
     ]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from headstart.kernels.ops import AttentionSpec, Handle, KVSpec, Pool, Program
-from headstart.kernels.specs import StateSpec
+from headstart.kernels.specs import ConvSpec, StateSpec
 from headstart.layers.decoder import Decoder, Tap
 
 
@@ -68,8 +68,9 @@ class NetworkHandle:
     @property
     def receptive_field(self) -> int:
         """Number of latest positions that a row depends on through all layers; 0: all positions."""
-        windows = [spec.window if isinstance(spec, AttentionSpec) else 0 for spec in self.network.kv_specs]
-        return sum(windows) if all(windows) else 0
+        reaches = [spec.window if isinstance(spec, AttentionSpec) else 0 for spec in self.network.kv_specs]
+        reaches += [spec.width - 1 if isinstance(spec, ConvSpec) else 0 for spec in self.network.state_specs]
+        return sum(reaches) if all(reaches) else 0
 
 
 FORWARD = "forward"  # name of a decoder's program over token ids

@@ -106,11 +106,6 @@ def _deepseek_experts(at: str, s: Sizes, present: Present) -> DeclaredShapes:
     return found | (_mlp(f"{at}mlp.shared_experts.", s["hidden"], s["shared_inner"]) if shared else {})
 
 
-def _inkling(at: str, s: Sizes, present: Present) -> DeclaredShapes:
-    projection = {f"{at}input_proj.weight": (s["hidden"], 2 * s["hidden"])}
-    return projection | _vectors("hidden_norm", "embed_norm")(at, s, present)
-
-
 def _dots3_embedding(at: str, s: Sizes, present: Present) -> DeclaredShapes:
     return {"mtp.embed_tokens.weight": (s["vocabulary"], s["hidden"])}
 
@@ -131,15 +126,6 @@ LAYOUTS: Mapping[str, MTPLayout] = {
     ),
     "pangu_ultra_moe": MTPLayout(
         title="openPangu", tensors=_module(LAYER, _deepseek, _norms, _latent, _deepseek_experts)
-    ),
-    "inkling": MTPLayout(
-        title="Inkling",
-        count_key="mtp_config.num_nextn_predict_layers",
-        trailing=False,
-        concat="h;e",
-        tensors=_module(
-            "mtp.layers.{i}.", _inkling, first=lambda at, s, present: {"?mtp.chain_norm.weight": (s["hidden"],)}
-        ),
     ),
     "dots3_note": MTPLayout(
         title="dots3_note",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -195,8 +195,9 @@ def _concatenate(parts: Iterable[Outline], axis: int = 0) -> Outline:
     return Outline(tuple(first))
 
 
-def _stack(parts: list[Outline]) -> Outline:
-    return Outline((len(parts), *parts[0].shape))
+def _stack(parts: Sequence[Outline], axis: int = 0) -> Outline:
+    shape = parts[0].shape
+    return Outline((*shape[:axis], len(parts), *shape[axis:]))
 
 
 def _hsplit(array: Outline, count: int) -> list[Outline]:

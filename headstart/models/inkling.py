@@ -2,7 +2,8 @@
 convolutions in every layer, and shared experts that the router weighs.
 
 Formula: transformers 5.24 `models/inkling`. Tensor names are those of released files. From `log_scaling_n_floor` on
-queries grow with the logarithm of positions; contexts end there. MTP modules have convolutions and are not run.
+queries grow with the logarithm of positions; contexts end there. MTP: vLLM 0.33 `models/inkling/nvidia/mtp.py`; of the
+modules, the first runs all draft steps.
 """
 
 import re
@@ -13,6 +14,7 @@ import numpy as np
 
 from headstart.errors import ModelError
 from headstart.formats.base import make_tensor
+from headstart.heads.base import HeadSpec
 from headstart.kernels.ops import AttentionSpec, RawTensor, RouterSpec
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import LayerConfig
@@ -22,9 +24,9 @@ from headstart.layers.parts import FeedForwardConfig
 from headstart.layers.relative import ConvolvedLayerConfig, RelativeConfig
 from headstart.models import keys
 from headstart.models.base import Family
-from headstart.models.described_mtp import LAYOUTS
 from headstart.models.joined import alternating, grouped_experts
 from headstart.models.keys import Config, number, real
+from headstart.models.mtp import MTPLayout
 from headstart.models.names import Names
 from headstart.models.small import Arrays
 
@@ -64,9 +66,25 @@ def parse(config: Config) -> DecoderConfig:
     return keys.decoder(
         config, layers, vocab_size=number(config, "unpadded_vocab_size", "vocab_size"), embedding_norm="weighted",
         logit_scale=1 / real(config, "logits_mup_width_multiplier", 24.0), tied=tied,
-        mtp_layer=keys.layer(config, keys.attention(config), dense),
+        mtp_layer=_module(config, dense), mtp_output_norm=bool(_mtp(config).get("chain_hidden_post_norm")),
         max_length=min(longest, number(config, "log_scaling_n_floor", default=longest)),
     )  # fmt: skip
+
+
+def _mtp(config: Config) -> Mapping[str, Any]:
+    """Settings of the MTP modules."""
+    declared = config.get("mtp_config") or {}
+    if not isinstance(declared, dict):
+        raise ModelError(f"config.json: mtp_config is {declared!r}, no object")
+    return declared
+
+
+def _module(config: Config, dense: MLPConfig) -> LayerConfig:
+    """The block of the first MTP module; without modules that of heads that are trained on the model."""
+    if not keys.num_mtp(config):
+        return keys.layer(config, keys.attention(config), dense)
+    kind = SLIDING if 0 in (_mtp(config).get("local_layer_ids") or ()) else FULL
+    return ConvolvedLayerConfig(mixer=_mixer(config, kind), mlp=dense, eps=real(config, "rms_norm_eps", 1e-6))
 
 
 def _mixer(config: Config, kind: str) -> RelativeConfig:
@@ -201,6 +219,7 @@ SMALL: dict[str, Any] = {
     "dense_mlp_idx": 1, "dense_intermediate_size": 80, "intermediate_size": 24, "n_routed_experts": 8,
     "num_experts_per_tok": 3, "n_shared_experts": 2, "route_scale": 2.0, "logits_mup_width_multiplier": 0.5,
     "log_scaling_n_floor": 128000, "rope_theta": None,
+    "mtp_config": {"num_nextn_predict_layers": 1, "local_layer_ids": [0], "chain_hidden_post_norm": False},
 }  # fmt: skip
 FAMILY = Family(
     parse=parse,
@@ -215,20 +234,29 @@ FAMILY = Family(
             ("num_attention_heads", "num_key_value_heads", "head_dim", "rel_extent"), "of layers without a window"
         ),
         **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads", "swa_head_dim"), "of layers with one"),
-        **dict.fromkeys(("mtp_config", "chain_hidden_post_norm"), "of MTP modules, which are not run"),
+        "chain_hidden_post_norm": "given by mtp_config",
         **dict.fromkeys(("log_scaling_alpha", "padded_vocab_size", "rms_norm_eps_moe_gate"), "of what is not reached"),
         **dict.fromkeys(("hidden_act", "dense_intermediate_size", "moe_intermediate_size"), "read where needed"),
     },
     names=Names(
         {
             "model.llm.": "", "model.llm.embed.": "embed_tokens.", "model.llm.unembed.": "lm_head.",
-            **dict.fromkeys(("model.mtp.", "model.audio.", "model.visual.", "mtp.", "audio.", "visual."), None),
+            "model.mtp.layers.{i}.hidden_norm.": "mtp.{i}.norm_hidden.",
+            "model.mtp.layers.{i}.embed_norm.": "mtp.{i}.norm_embedding.",
+            "model.mtp.layers.{i}.input_proj.": "mtp.{i}.projection.",
+            "model.mtp.layers.{i}.transformer_block.": "mtp.{i}.block.",
+            "model.mtp.chain_norm.": "mtp.{i}.norm.",
+            **dict.fromkeys(("model.audio.", "model.visual.", "audio.", "visual."), None),
         },
         parts=PARTS,
     ),
     adapt=adapt,
     restore=restore,
-    mtp=LAYOUTS["inkling"],
+    head=HeadSpec(hidden_first=True, embed_norm=True),
+    mtp=MTPLayout(
+        title="Inkling", count_key="mtp_config.num_nextn_predict_layers", used=1,
+        not_xllm="xLLM has no draft of this type", not_llama_cpp="its converter leaves the modules out",
+    ),
     aliases=("inkling_model", "inkling_mm_model", "inkling_text"),
     small={"model_type": "inkling_model", "architectures": ["InklingForConditionalGeneration"], **SMALL},
 )  # fmt: skip

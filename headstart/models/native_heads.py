@@ -176,10 +176,20 @@ def _as_loaded(
         return replace(heads, unread=error)
     if sizes.no_drafter:
         return replace(heads, refused=sizes.no_drafter)
+    layout = family.layout(config)
+    used = (layout.used if layout else 0) or sizes.num_mtp
+    sizes = replace(sizes, num_mtp=min(sizes.num_mtp, used))
     outside = {name: each for name, each in weights.items() if _may_be_heads(name, heads.num_layers)}
     check = _LoadCheck(heads, family, sizes, trailing, outside)
     modules = [check.module(i) for i in range(sizes.num_mtp)]
-    return replace(heads, modules=modules, extra=sorted(check.extra(names.values())))
+    left = [name for name in check.extra(names.values()) if not _is_unused(family.names.canonical(name), used)]
+    return replace(heads, modules=modules, extra=sorted(left))
+
+
+def _is_unused(name: str | None, used: int) -> bool:
+    """Whether a tensor belongs to a module after those that the engine runs (MTPLayout.used)."""
+    match = _MODULE.match(name or "")
+    return match is not None and int(match[1]) >= used
 
 
 def _count_present(names: Iterable[str], family: Family, num_layers: int, *, trailing: bool) -> int:

@@ -34,6 +34,7 @@ class MTPModule:
     projections: tuple[str, ...] = ("{block}eh_proj",)  # side by side
     hidden_first: bool = False  # the projection reads the hidden state before the embedding
     masks_first: bool = False  # the first embedding is zero
+    trunk_norm: str = ""  # norm of the embeddings before the module's own
     norm: str = "{block}shared_head.norm"  # empty: none
     lm_head: str = ""  # empty: the trunk's
     reads_normed: bool = True  # the trunk's state after its final norm
@@ -249,6 +250,11 @@ ROWS: Mapping[str, FamilyRow] = {
             single_stream=True, config={**SPARSE, "indexer_types": ["full"], "hc_mult": 1}),
         mtp_block=2, excluded=("attention_bias", "hidden_act")),
     "inkling": FamilyRow(
+        mtp=MTPModule(  # vLLM 0.33 models/inkling/nvidia/mtp.py; transformers leaves the trunk's norm out
+            block="model.mtp.layers.{i}.transformer_block.", layer="model.llm.layers.0.", hidden_first=True, norm="",
+            trunk_norm="model.llm.embed_norm", embedding_norm="model.mtp.layers.{i}.embed_norm",
+            hidden_norm="model.mtp.layers.{i}.hidden_norm", projections=("model.mtp.layers.{i}.input_proj",),
+            config={"local_layer_ids": [0], "dense_mlp_idx": 1}),
         trunk="inkling_text", excluded=("attention_bias", "hidden_act", "tie_word_embeddings", "rope_scaling"),
         variants={"windows alone, dense": {"local_layer_ids": [0, 1, 2, 3], "dense_mlp_idx": 4}}),
     "kimi_k3": FamilyRow(

@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from family_rows import row_of
+from family_rows import MTPModule, row_of
 from readings import READINGS
 from support import tiny_model
 from torch import Tensor
@@ -139,9 +139,9 @@ class OnlyStream(torch.nn.Module):
 class MTPOracle:
     """Draft logits of a family's MTP modules over whole sequences, in float64."""
 
-    def __init__(self, family: str) -> None:
-        self.model = tiny_model(family, num_hidden_layers=2)
-        self.family, self.mtp = family, row_of(family).mtp
+    def __init__(self, family: str, mtp: MTPModule | None = None, **changes: Any) -> None:
+        self.model = tiny_model(family, num_hidden_layers=2, **changes)
+        self.family, self.mtp = family, mtp or row_of(family).mtp
         assert self.mtp
         self.config, self.tensors = config_and_tensors(family, self.model)
         with double_precision():
@@ -164,7 +164,7 @@ class MTPOracle:
             if name.startswith(block):
                 tensors[renamed(mtp.layer + name.removeprefix(block), dict(mtp.names))] = tensor
         if mtp.norm:
-            (norm,) = [name for name in tensors if re.fullmatch(r"(\w+\.)?norm(_f)?\.weight", name)]
+            (norm,) = [name for name in tensors if re.fullmatch(r"(\w+\.)*norm(_f)?\.weight", name)]
             tensors[norm] = self.tensors[self.name(mtp.norm, module) + ".weight"]
         for name in [name for name in self.tensors if mtp.mixer and name.startswith(mtp.mixer)]:
             tensors[name.replace(mtp.mixer, "model.hyper_connection_mixer.")] = self.tensors[name]
@@ -201,15 +201,18 @@ class MTPOracle:
             embedded[0] = 0
         embedded = embedded.view(len(tokens), *[1] * (hidden.dim() - 2), -1).expand_as(hidden)
         norm, parts = deepcopy(final_norm(oracle)), []
+        if mtp.trunk_norm:
+            norm.weight.data = self.tensors[f"{mtp.trunk_norm}.weight"].double()
+            embedded = norm(embedded)
         for x, part in ((embedded, mtp.embedding_norm), (hidden, mtp.hidden_norm)):
             norm.weight.data = self.tensors[self.name(part, module) + ".weight"].double()
             parts.append(norm(x))
         weights = [self.tensors[self.name(part, module) + ".weight"].double() for part in mtp.projections]
         x = linear(torch.cat(parts[::-1] if mtp.hidden_first else parts, -1), torch.cat(weights, -1))
         _, block, normed = passed(oracle, tokens, x)
-        if not mtp.norm:
-            return linear(block, oracle.lm_head.weight), block
-        return linear(normed, oracle.lm_head.weight), normed if mtp.recycles_normed else block
+        found = normed if mtp.norm else block
+        logits = self.model.config.logit_scale * linear(found, oracle.lm_head.weight)
+        return logits, found if mtp.recycles_normed else block
 
     def _in_streams(self, oracle: Any, hidden: Tensor, tokens: Seq[int]) -> tuple[Tensor, Tensor]:
         """`forward` of a module with a projection of the embedding and one of each stream (Qwen3.8-Flash-Next)."""

@@ -78,9 +78,10 @@ def wrapped(arrays: Arrays, wrapper: str) -> Arrays:
 
 
 def head_tensors(config: Config, arrays: Arrays) -> list[str]:
-    """All of the first module, and the last one of the others, which are alike."""
+    """All of the first module, and the last one of the others, which are alike. A scale is 1 where it is missing."""
     layers = int(config["num_hidden_layers"])
-    names = [name for name in arrays if part_of(name, layers) == MTP and not LATER_EXPERTS.search(name)]
+    left_out = re.compile(rf"{LATER_EXPERTS.pattern}|\.global_scale$")
+    names = [name for name in arrays if part_of(name, layers) == MTP and not left_out.search(name)]
     if (config.get("num_nextn_predict_layers") or 1) > 1:
         first = {re.sub(r"\.\d+\.", ".#.", name): name for name in reversed(names)}
         return [*reversed(first.values()), names[-1]]
@@ -148,6 +149,8 @@ def test_a_head_that_is_gone_not_declared_or_at_another_layer(family: str, tmp_p
     if not family_of(family).names.of_modules and config.get("num_nextn_predict_layers") == 1:
         same_decision(write_model(tmp_path / "moved", config, moved), "mismatch")
     config |= {key: 0 for key in ("num_nextn_predict_layers", *config) if re.match("mtp_num|num_(nextn|mtp)", key)}
+    if nested := config.get("mtp_config"):
+        config["mtp_config"] = {**nested, "num_nextn_predict_layers": 0}
     same_decision(write_model(tmp_path / "undeclared", config, arrays), "undeclared")
 
 

@@ -47,7 +47,8 @@ def test_a_plan_counts_the_engines_cache(family: str) -> None:
         assert trunk == per_position + state_bytes
         sized = SizedModel(shape=shape_of("tiny", family_of(family).tiny_config()), kv=4)
         drafter = sized.shape.drafter
-        module = sum(group.cost.mixer.cached(1) for group in drafter.layers) * FLOAT_BYTES * drafter.num_modules
+        mixers = [group.cost.mixer for group in drafter.layers]
+        module = sum(each.cached(1) + each.state for each in mixers) * FLOAT_BYTES * drafter.num_modules
         assert cache_bytes(sized, Split(device=1e9), 1) == trunk + module
 
 

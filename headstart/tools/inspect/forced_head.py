@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.core import Float32, StepPlan
+from headstart.core import Float32, StateSteps, StepPlan
 from headstart.engine.runner import whole_sequences_plan
-from headstart.heads.base import Head
+from headstart.heads.base import Head, states_of
 from headstart.heads.kind import head_kind
 from headstart.kernels.ops import Pool, StepInputs
 from headstart.layers.build import raw_lm_head
@@ -117,6 +117,11 @@ class _Steps:
             index: [self.backend.kv_pool(slots, unlimited(spec)) for spec in module.kv_specs]
             for index, module in enumerate(head.modules)
         }
+        count = len(forced.rows)  # of state slots, one for each pair
+        self._states: dict[int, list[Pool]] = {
+            index: [self.backend.state_pool(count, count, 0, spec) for spec in states_of(module)]
+            for index, module in enumerate(head.modules)
+        }
         self._paired: set[int] = set()  # modules whose pairs are computed
 
     def run(self, step: int, alive: Ids, drafts: Ids, recycled: Float32 | None) -> tuple[Float32, Float32]:
@@ -137,12 +142,18 @@ class _Steps:
         self._paired.add(module)
         tap, states = self.head.spec.tap, self.forced.trunk.states
         hidden = states["layers" if tapped_layers(tap) else str(tap)][self.forced.rows - 1]
-        return self._forward(self.forced.plan, hidden, recycled=False)
+        plan = self.forced.plan
+        if self._states[module]:
+            ends, last = plan.positions + 1, plan.row_starts[1:] - 1
+            slots = np.arange(len(ends), dtype=np.int32)
+            firsts, none = ends[plan.row_starts[:-1]] - 1, np.full_like(last, -1)
+            plan = replace(plan, states=StateSteps(last, none, firsts, ends[last], plan.row_starts, ends, slots))
+        return self._forward(plan, hidden, recycled=False)
 
     def _forward(self, plan: StepPlan, hidden: Float32, *, recycled: bool) -> tuple[Float32, Float32]:
         head, spec = self.head, self.head.spec
         table = self.forced.trunk.model.decoder.embedding if head.embedding is None else head.embedding
-        module, pool = head.modules[self.module], join_pools(self._pools[self.module])
+        module, pool = head.modules[self.module], join_pools([*self._pools[self.module], *self._states[self.module]])
 
         def code(ops: Any, step: StepInputs, given: Mapping[str, Any]) -> dict[str, Any]:
             embedded = ops.embed(table, step.token_ids)
@@ -168,11 +179,13 @@ class _Steps:
         tables = np.where(own < 0, tables, np.where(own < BRANCH, private[:, None] + own, 0)).astype(np.int32)
         positions = starts + before
         rows = np.arange(len(alive), dtype=np.int32)
+        states = (alive, alive, positions, positions + 1, np.arange(len(alive) + 1), positions + 1, alive)
         return StepPlan(
             token_ids=drafts.astype(np.int32), positions=positions.astype(np.int32),
             slots=((private + positions // BLOCK - shared) * BLOCK + positions % BLOCK).astype(np.int32),
             row_starts=np.arange(len(alive) + 1, dtype=np.int32), block_tables=tables, logit_rows=rows[:0],
             first_position=1,
+            states=StateSteps(*(each.astype(np.int32) for each in states)) if self._states[self.module] else None,
         )  # fmt: skip
 
     def _copy(self, alive: Ids, starts: Ids, shared: Ids, private: Ids) -> None:

@@ -132,8 +132,8 @@ ZOO: dict[str, Animal] = {
         key="num_mtp_modules", count=2, nested="text_config", wrapper="language_model.model."),
     "inkling": Animal(
         {"model_type": "inkling_model"},
-        {"model.mtp.layers.7.input_proj.weight": (H, 2 * H), "model.mtp.layers.0.embed_norm.weight": (H,)},
-        key="mtp_config.num_nextn_predict_layers", count=8),
+        {"model.mtp.layers.0.input_proj.weight": (H, 2 * H), "model.mtp.layers.0.embed_norm.weight": (H,)},
+        key="mtp_config.num_nextn_predict_layers"),
     "kimi_k3": deepseek(
         "kimi_k3", nested="text_config", wrapper="language_model.model.", n_routed_experts=None, num_experts=3),
     "dots3_note": Animal({"model_type": "dots3_note"},
@@ -167,7 +167,9 @@ def config_of(animal: Animal, count: int | None = None) -> dict[str, Any]:
         target = text
         *path, last = key.split(".")
         for step in path:
-            target = target.setdefault(step, {})
+            inner = {**target.get(step, {})}
+            target[step] = inner
+            target = inner
         target[last] = animal.count if count is None else count
     if not animal.nested:
         return text
