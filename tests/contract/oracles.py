@@ -164,7 +164,7 @@ class MTPOracle:
             if name.startswith(block):
                 tensors[renamed(mtp.layer + name.removeprefix(block), dict(mtp.names))] = tensor
         if mtp.norm:
-            (norm,) = [name for name in tensors if re.fullmatch(r"(\w+\.)*norm(_f)?\.weight", name)]
+            (norm,) = [name for name in tensors if re.fullmatch(r"(\w+\.|model\.llm\.)?norm(_f)?\.weight", name)]
             tensors[norm] = self.tensors[self.name(mtp.norm, module) + ".weight"]
         for name in [name for name in self.tensors if mtp.mixer and name.startswith(mtp.mixer)]:
             tensors[name.replace(mtp.mixer, "model.hyper_connection_mixer.")] = self.tensors[name]
