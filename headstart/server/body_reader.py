@@ -11,7 +11,7 @@ import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -142,6 +142,8 @@ class BodyReader:
         """Receive the whole body. Raises HTTPException (413 too large, 408 too slow), BusyError and ClientGone."""
         declared = request.headers.get("content-length", "0")
         if declared.isdigit() and len(declared) < 20 and int(declared) > limits.BODY_BYTES:
+            if "expect" not in request.headers:  # curl sends large bodies only once it is told to continue
+                await _discard(request)
             raise _too_large()
         pieces: list[bytes] = []
         loop = asyncio.get_running_loop()
@@ -156,11 +158,22 @@ class BodyReader:
                 raise ClientGone
             piece = message.get("body", b"")
             if incoming.size + len(piece) > limits.BODY_BYTES:
+                pieces.clear()
+                await _discard(request)
                 raise _too_large()
             incoming.hold(len(piece))
             pieces.append(piece)
             if not message.get("more_body", False):
                 return b"".join(pieces)
+
+
+async def _discard(request: Request) -> None:
+    """Receive the rest of a body for a short time. A connection that is closed before is reset for clients that send
+    the whole body first (urllib, requests), and they do not get the response."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(limits.DISCARD_SECONDS):
+            while (await request.receive()).get("more_body", False):
+                pass
 
 
 def _too_large() -> HTTPException:

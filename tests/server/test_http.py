@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterator
+from http.client import HTTPConnection
 
 import httpx
 import pytest
@@ -33,6 +34,14 @@ def test_a_large_body_that_does_not_say_so(server: Server) -> None:
     answer = server.client.post(TEXT, content=parts(), headers={"Content-Type": "application/json"})
     assert answer.status_code == 413
     assert answer.json()["error"]["message"]
+
+
+def test_clients_that_send_the_whole_body_first_get_the_answer(server: Server) -> None:
+    connection = HTTPConnection(server.client.base_url.host, server.client.base_url.port or 80, timeout=30)
+    for size in (17_000_000, 40_000_000):
+        connection.request("POST", TEXT, b"x" * size, {"Content-Type": "application/json"})
+        assert connection.getresponse().status == 413
+        connection.close()
 
 
 def test_paths_and_methods(server: Server) -> None:
