@@ -45,6 +45,9 @@ class ServerConfig(ServerOptions):
     join: str | None = None  # URL of the router that this server registers at
     replica: ReplicaId | None = None  # this server's identity among the replicas behind one router
 
+    def __post_init__(self) -> None:
+        make_parser(self.tool_call_parser, (), self.reasoning_parser)  # an unknown name fails before a model is loaded
+
 
 def single_model_manager(llm: LLM, config: ServerConfig) -> ModelManager:
     """A manager of one loaded model, which is never unloaded."""
@@ -72,8 +75,8 @@ def multi_model_manager(specs: Seq[ModelSpec], config: ServerConfig) -> ModelMan
 def _make_served(
     config: ServerConfig, accounts: Accounts, llm: LLM, names: tuple[str, ...], log_prefix: str = ""
 ) -> ServedModel:
-    """A served model whose engine thread is not started. Raises UsageError for an unknown output format, for a record
-    folder of another model, and for --record with --synthetic-acceptance."""
+    """A served model whose engine thread is not started. Raises UsageError for a record folder of another model, and
+    for --record with --synthetic-acceptance."""
     template = "\n".join(llm.chat_template.sources.values()) if llm.chat_template else ""
     formats = OutputFormats(
         config.tool_call_parser or format_in(template, "tool_formats"),
@@ -82,7 +85,6 @@ def _make_served(
     )
     if twice := set(names) & set(llm.adapters):
         raise UsageError(f"--lora: the model and an adapter are named {min(twice)}", "give the adapter another name")
-    make_parser(formats.tools, (), formats.reasoning)  # a wrong name fails now, not at the first request
     prefill = None
     if config.prefill is not None:
         prefill = PrefillClient(config.prefill, next(iter(config.api_key or ()), None), llm.engine.memory)

@@ -229,6 +229,7 @@ WRONG = {
     "--replicas 1 --role decode": "--role decode needs a prefill server",
     "--replicas 1 --role prefill --kv-spill kv": "--role prefill does not go with --replicas",
     "--join nowhere": "--join is 'nowhere'", "--replica x": "--replica is 'x'",
+    "qwen3_5-tiny ./none": "./none does not exist", "./none --tool-call-parser x": "unknown tool format 'x'",
 }  # fmt: skip
 
 
