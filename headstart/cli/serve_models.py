@@ -107,8 +107,8 @@ def _model_specs(
     for name in names:
         if names.count(name) > 1:
             raise UsageError(f"two models are called {name}", "[models.NAME] of headstart.toml gives them other names")
-    for _, path, _ in named:
-        repo_of(path)  # a missing path fails now, not at the first request
+    for _, place, _ in named:
+        repo_of(place)  # a missing path fails now, not at the first request
     taken = Counter([*names, *stems.values()])  # a name alone, or a stem that several files have, is no second name
     called = {name: (stem, name) if taken[stem] == 1 else (name,) for name, stem in stems.items()}
     return [

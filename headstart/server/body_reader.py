@@ -222,12 +222,12 @@ def _check_type(request: Request) -> None:
     any type if the request has no browser header."""
     if (packed := request.headers.get("content-encoding", "identity").lower()) != "identity":
         what = f"Content-Encoding {limits.shortened(packed)} is not supported: send the body uncompressed"
-        raise HTTPException(415, what, CLOSE)
+        raise HTTPException(415, what)
     if request.url.path.startswith("/api/") and not any(name in request.headers for name in BROWSER_HEADERS):
         return
     given = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if given != "application/json" and not (given.startswith("application/") and given.endswith("+json")):
-        raise HTTPException(415, "the body must be JSON: send the header Content-Type: application/json", CLOSE)
+        raise HTTPException(415, "the body must be JSON: send the header Content-Type: application/json")
 
 
 def parse_body(data: bytes, model: type[Model]) -> Model:
