@@ -331,8 +331,8 @@ class SupportCheck:
         for matrices in (experts.gate, experts.up, experts.down):
             check_same_layout(matrices)
 
-    def add_rms_norm(self, *arguments: Any) -> tuple[None, None]:
-        return None, None
+    def add_rms_norm(self, *arguments: Any) -> tuple[str, str]:
+        return "buffer", "buffer"
 
     def adapted_linear(self, *arguments: Any) -> None:
         _refuse(True, "LoRA adapters")
@@ -359,8 +359,9 @@ class SupportCheck:
         _refuse(spec.whole, "an indexer that selects whole windows")
         _refuse(spec.candidates is not None, "an indexer that selects among candidates")
 
-    def _accept(self, *arguments: Any, **options: Any) -> None:
-        """Every other op is supported."""
+    def _accept(self, *arguments: Any, **options: Any) -> str:
+        """Every other op is supported. Its result is no None, which stands for an absent argument."""
+        return "buffer"
 
 
 def _refuse(refused: bool, what: str) -> None:

@@ -9,7 +9,7 @@ from tiny_models import write_model
 from headstart.config import EngineConfig
 from headstart.engine.build import build_engine
 from headstart.engine.load import load_model
-from headstart.errors import UsageError
+from headstart.errors import ModelError, UsageError
 
 PROMPT = (3, 5, 7, 5, 7, 5, 9, 5, 7, 5)
 
@@ -43,6 +43,15 @@ def test_families(family: str) -> None:
         asked = request(PROMPT[:8], max_tokens=3, stops=())
         texts.append(run(build_engine(load_model(str(folder), wanted), wanted), [asked])["r", 0].tokens)
     assert texts[0] == texts[1] and len(texts[0]) == 3
+
+
+def test_attention_without_a_kernel_is_refused() -> None:
+    """The biases of its scores are a buffer of another operation."""
+    config, arrays = family_of("inkling").tiny()
+    folder = write_model(new_folder(), config, arrays)
+    wanted = EngineConfig(**{**SMALL, "backend": "cuda", "kv_cache_dtype": "float32"})
+    with pytest.raises(ModelError, match="no kernel for attention with biases by distance"):
+        build_engine(load_model(str(folder), wanted), wanted)
 
 
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
