@@ -149,7 +149,16 @@ def line_editing(history: Path, max_lines: int) -> Iterator[None]:
             readline.write_history_file(history)
 
 
-def add_signal_handler(loop: "asyncio.AbstractEventLoop", number: int, work: Callable[[], None]) -> None:
+def handle_signals(loop: "asyncio.AbstractEventLoop", end: Callable[[], None], renew: Callable[[], None]) -> None:
+    """Of a server: SIGINT, SIGTERM and a closed terminal end it, any other SIGHUP renews it."""
+    attached = HANGUP is not None and has_terminal() and signal.getsignal(HANGUP) is not signal.SIG_IGN
+    for number in (signal.SIGINT, signal.SIGTERM):
+        _add_signal_handler(loop, number, end)
+    if HANGUP is not None:
+        _add_signal_handler(loop, HANGUP, lambda: end() if attached and not has_terminal() else renew())
+
+
+def _add_signal_handler(loop: "asyncio.AbstractEventLoop", number: int, work: Callable[[], None]) -> None:
     """Run `work` on the event loop when a signal comes."""
     try:
         loop.add_signal_handler(number, work)

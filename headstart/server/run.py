@@ -4,7 +4,6 @@ import asyncio
 import errno
 import gc
 import logging
-import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from headstart.server.process import set_up_logs
 from headstart.server.protocol import HttpProtocol
 from headstart.server.replicas.router import RouterMembership
 from headstart.stats import synthetic_note
-from headstart.system import HANGUP, add_signal_handler, has_terminal
+from headstart.system import handle_signals
 
 log = logging.getLogger("headstart.server")
 SWITCH_INTERVAL_S = 0.001
@@ -106,7 +105,6 @@ def _handle_signals(
     membership: RouterMembership | None,
 ) -> None:  # fmt: skip
     loop = asyncio.get_running_loop()
-    attached = HANGUP is not None and has_terminal() and signal.getsignal(HANGUP) is not signal.SIG_IGN
     leaving: list[asyncio.Task[None]] = []
 
     def drain() -> None:
@@ -125,13 +123,8 @@ def _handle_signals(
         models.drain()
         loop.call_later(timeout, models.expire)
 
-    def on_hangup() -> None:
-        if attached and not has_terminal():  # the terminal was closed
-            drain()
-        elif models.is_fixed:
+    def renew() -> None:
+        if models.is_fixed:
             models.loaded[0].change_head(find_head())
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        add_signal_handler(loop, number, drain)
-    if HANGUP is not None:
-        add_signal_handler(loop, HANGUP, on_hangup)
+    handle_signals(loop, drain, renew)

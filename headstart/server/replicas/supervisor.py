@@ -8,7 +8,6 @@ import asyncio
 import logging
 import secrets
 import shutil
-import signal
 import socket
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from headstart.server.replicas.group import CpuShare, ReplicaGroup, ReplicaId, R
 from headstart.server.replicas.metrics import LOAD_METRICS, OWN_HEADER, total
 from headstart.server.replicas.relay import HOST, Relay, RelayServer
 from headstart.server.replicas.router import RouterMembership, RouterProcess, register, registered, send
-from headstart.system import HANGUP, add_signal_handler, describe_exit, free_port, has_terminal
+from headstart.system import describe_exit, free_port, handle_signals
 
 log = logging.getLogger("headstart.server")
 
@@ -200,7 +199,7 @@ class ReplicaSupervisor:
         """Run until `stop`; returns the exit code."""
         self._write()
         relaying = asyncio.create_task(self._relay_server.serve(self.relay_sockets))
-        self._handle_signals()
+        handle_signals(asyncio.get_running_loop(), self.stop, self.renew)
         try:
             begun = asyncio.create_task(self._begin())
             stop = asyncio.create_task(self._stop.wait())
@@ -422,11 +421,3 @@ class ReplicaSupervisor:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("a task of the supervisor failed", exc_info=error)
             self.stop()
-
-    def _handle_signals(self) -> None:
-        loop = asyncio.get_running_loop()
-        attached = HANGUP is not None and has_terminal() and signal.getsignal(HANGUP) is not signal.SIG_IGN
-        for number in (signal.SIGINT, signal.SIGTERM):
-            add_signal_handler(loop, number, self.stop)
-        if HANGUP is not None:
-            add_signal_handler(loop, HANGUP, lambda: self.stop() if attached and not has_terminal() else self.renew())
