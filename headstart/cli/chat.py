@@ -17,7 +17,7 @@ from headstart.cli.options import EngineOptions, SamplingOptions, read_template,
 from headstart.cli.parser import command
 from headstart.cli.render import print_error, print_note, progress
 from headstart.errors import CapacityError, UsageError, did_you_mean
-from headstart.files import user_path, write_atomic
+from headstart.files import read_text, user_path, write_atomic
 from headstart.hub import DEFAULT_MODEL, DEMO_NOTE
 from headstart.options import ModelOptions, option
 from headstart.params import SamplingParams, parameters
@@ -301,11 +301,9 @@ def _save(session: ChatSession, rest: str) -> None:
 def _load(session: ChatSession, rest: str) -> None:
     path = _path(rest, "/load")
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(read_text(path, "is the path right?"))
         messages = [{"role": str(each["role"]), "content": _content(each["content"])} for each in document["messages"]]
         settings = {name: value for name, value in document.get("settings", {}).items() if name in PARAMETERS}
-    except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}", "is the path right?") from None
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise UsageError(f"{path} holds no conversation", "/save writes one") from None
     if any(each["role"] not in ROLES for each in messages):

@@ -18,7 +18,7 @@ Canonical tensors: `altup_projections.{k - 1}.weight` and `altup_unembed_project
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import sqrt
 from typing import Any
 
@@ -107,7 +107,7 @@ class AltUpLayerConfig(LayerConfig):
         plain = super().build(weights, prefix, hidden, in_features=in_features)
         rank = self.altup.rank
         return AltUpLayer(
-            **{field.name: getattr(plain, field.name) for field in fields(plain)},
+            **vars(plain),
             altup=_build_altup(weights, f"{prefix}.altup", hidden, self.altup, self.eps),
             left=weights.linear(f"{prefix}.laurel.linear_left", rank, hidden),
             right=weights.linear(f"{prefix}.laurel.linear_right", hidden, rank),

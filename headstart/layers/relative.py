@@ -11,7 +11,7 @@ Canonical tensors under `{layer}`: `self_attn.{q,k,v,r,o}_proj`, `self_attn.{q,k
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -149,7 +149,7 @@ class ConvolvedLayerConfig(LayerConfig):
     def build(self, weights: Weights, prefix: str, hidden: int, *, in_features: int | None = None) -> ConvolvedLayer:
         plain = super().build(weights, prefix, hidden, in_features=in_features)
         conv = build_convolution(weights, f"{prefix}.mlp_sconv", self.mixer.convs["mlp_sconv"])
-        return ConvolvedLayer(**{field.name: getattr(plain, field.name) for field in fields(plain)}, conv=conv)
+        return ConvolvedLayer(**vars(plain), conv=conv)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ Canonical tensors under `{layer}.self_attention_res`, `{layer}.mlp_res` and `out
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -125,7 +125,7 @@ class BankLayerConfig(LayerConfig):
         plain = super().build(weights, prefix, hidden, in_features=in_features)
         counts = self.num_sums, self.num_sums + self.begins
         return BankLayer(
-            **{field.name: getattr(plain, field.name) for field in fields(plain)},
+            **vars(plain),
             mixtures=tuple(
                 build_mixture(weights, f"{prefix}.{part}", hidden, self.eps, count)
                 for part, count in zip(PARTS, counts, strict=True)

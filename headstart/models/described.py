@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from headstart.errors import ModelError
+from headstart.formats.sizes import SIZE_KEYS
 from headstart.heads.base import HeadSpec
 from headstart.kernels.ops import AttentionSpec, KVSpec, RopeSpec
 from headstart.kernels.specs import ConvSpec, DeltaSpec, IndexSpec, RouterSpec, StateSpec, StreamSpec
@@ -29,13 +30,11 @@ from headstart.models.mtp import INDEXER_KEYS
 
 MAMBA = "mamba"
 NO_ROPE = RopeSpec((), 0)
-EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
 ACTIVE_EXPERTS = ("num_experts_per_tok", "top_k_experts", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k")
 SHARED_WIDTHS = (
     "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size",
     "share_expert_dim",
 )  # fmt: skip
-SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 FIRST_SPARSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 SPARSE_STEPS = ("interleave_moe_layer_step", "decoder_sparse_step", "moe_layer_interval")
 UNGATED = ("relu2", "relu", "gelu_ungated")  # values of `mlp_hidden_act` for an MLP without gate_proj
@@ -212,7 +211,7 @@ def _sparse_layers(config: Config, count: int) -> list[bool]:
 
 
 def _num_experts(config: Config) -> int:
-    return number(config, *EXPERT_COUNTS, default=0, least=0)
+    return number(config, *SIZE_KEYS["experts"], default=0, least=0)
 
 
 def _mlp(config: Config) -> MLPConfig:
@@ -225,12 +224,11 @@ def _experts(config: Config) -> MoEConfig:
     if router.top_k > router.num_experts:
         raise ModelError(f"config.json: a token cannot take {router.top_k} of {router.num_experts} experts")
     inner = number(config, "moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
+    shared = inner * number(config, *SIZE_KEYS["shared_experts"], default=0, least=0)
     return MoEConfig(
         router=router,
         inner=inner,
-        shared=number(
-            config, *SHARED_WIDTHS, default=inner * number(config, *SHARED_COUNTS, default=0, least=0), least=0
-        ),
+        shared=number(config, *SHARED_WIDTHS, default=shared, least=0),
         gated=config.get("mlp_hidden_act") not in UNGATED,
         latent=number(config, "moe_latent_size", default=0, least=0),
     )
