@@ -51,7 +51,8 @@ def run(
 ) -> int:  # fmt: skip
     """Continue one prompt; prints streamed text or one JSON document."""
     model = named.model
-    if model and " " in model.strip() and not Path(model).exists():
+    lacks_prompt = prompts.prompt is None and prompts.prompt_file is None
+    if model and lacks_prompt and " " in model.strip() and not Path(model).exists():
         hint = f"for a prompt: headstart generate --prompt {shlex.quote(model)}"
         raise UsageError(f"{model!r} is no model", hint)
     prompt = prompts.text()

@@ -172,6 +172,10 @@ def test_bad_input_is_one_line_with_exit_code_2(
     assert all(line.startswith("hint: ") for line in lines[1:])
 
 
+def test_beside_a_prompt_a_name_with_a_space_is_a_model(fake_llm: Any) -> None:
+    assert main(["generate", "./my model", "--prompt", "a"]) == 0
+
+
 def test_a_bug_is_one_line_with_exit_code_3(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     def broken(*_: Any) -> None:
         raise ZeroDivisionError("oops")
