@@ -28,6 +28,7 @@ IGNORED = frozenset({
 """Ignored members, without effect on the text: caching, place and speed of a request, clearing of conversations."""
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "container": ((), "leave it out"), "mcp_servers": (([],), "leave it out"),
+    "output_format": ((), "use output_config.format"),
 }  # fmt: skip
 """Unsupported member -> values that change nothing, and what to do instead."""
 

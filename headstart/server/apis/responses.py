@@ -211,6 +211,8 @@ def _other(item: InputItem, place: str) -> Json:
     if item.type == "message":
         if item.role is None:
             raise BodyError(f"{place}.role is missing", f"{place}.role")
+        if item.content is None:
+            raise BodyError(f"{place}.content is missing", f"{place}.content")
         return {"role": item.role, "content": _content(item.content, place)}
     if item.type == "function_call_output":
         return {"role": "tool", "tool_call_id": item.call_id or "", "content": _content(item.output, place)}
@@ -238,6 +240,8 @@ def _text(content: str | list[InputPart] | None, place: str) -> str:
         return content or ""
     for part in content:
         if part.text is None:
+            if part.type in ("input_text", "output_text", "text"):
+                raise BodyError(f"{place}: a part of type {part.type!r} has no text", place)
             shown = limits.shortened(part.type)
             raise BodyError(f"{place}: a part of type {shown!r} is not supported here", place, "send its text")
     return "".join(part.text or "" for part in content)
