@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 from first_minute import SMALL, commands, quiet_place, run
+from tiny_models import write_tiny
 
 from headstart.cli.app import application
 
@@ -66,8 +67,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             shutil.copytree(paths["MODEL"], name)
         for name in ("models/a", "models/b"):
             shutil.copytree(paths["MODEL"], name)
-        for name in ("texts", "docs"):
+        write_tiny("nemotron_h", Path("elastic-30b"))
+        for name in ("texts", "docs", "12b"):
             Path(name).mkdir()
+        shutil.copy("elastic-30b/config.json", "12b")
         for name in ("texts.jsonl", "texts/texts.jsonl"):
             shutil.copy(paths["TEXTS"], name)
         for name in ("docs/guide.md", "task.txt"):

@@ -360,4 +360,4 @@ def test_saved_files_are_listed(tmp_path: Path) -> None:
 @pytest.mark.skipif(cached_trunk() is None, reason="the default model is not in the cache")
 def test_the_default_model_has_the_head_that_is_shipped_with_it() -> None:
     data = inspect.run(InspectOptions()).data
-    assert data["attached_head"]["kind"] == "mtp" and data["attached_head"]["fit"]["fits"]
+    assert data["attached_head"]["kind"] == "eagle3" and data["attached_head"]["fit"]["fits"]

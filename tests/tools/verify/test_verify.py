@@ -319,13 +319,13 @@ def test_all_pairs_are_covered(sizes: list[int], seed: int) -> None:
 
 @pytest.mark.slow
 def test_the_grid_is_small() -> None:
-    """Every drafter that comes with the default model, EAGLE-3 among them, at every depth."""
+    """Every drafter that comes with the default model at every depth."""
     model = load_model(None, EngineConfig(threads=1))
     drafters = default_drafters(model, EngineConfig())
-    assert drafters == ("mtp", "ngram", "mixed", "eagle3", "block")
+    assert drafters == ("eagle3", "ngram", "mixed", "mtp", "block")
     assert len(pairwise(VerifyOptions(drafters=drafters, thread_counts=(1,)).factors())) <= 26
     assert len(pairwise(VerifyOptions(drafters=drafters, thread_counts=(1, 2)).factors())) <= 31
-    assert default_drafters(model, EngineConfig(head="mtp")) == ("mtp", "ngram", "mixed")
+    assert default_drafters(model, EngineConfig(head="mtp")) == ("eagle3", "ngram", "mixed")
     assert default_drafters(replace(model, head=None), EngineConfig()) == ("ngram",)
 
 
