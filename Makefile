@@ -31,7 +31,7 @@ TORCH_ARGS ?=
 help: ## show this list
 	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 18
 
-demo: $(PACKAGE) ## fetch the default model and decode the same prompts with and without MTP
+demo: $(PACKAGE) ## fetch the default model and decode the same prompts with and without drafting
 	@$(BIN)/headstart pull
 	@$(BIN)/headstart demo
 

@@ -90,7 +90,7 @@ class DraftRunner(Protocol):
 
     def open(self, network: Network, source: NetworkHandle | None = None) -> NetworkHandle:
         """Registers a network of the drafter; called by Drafter.attach. It reads the hidden states that `source` stores
-        (None: the trunk). Raises ModelError for recurrent layers."""
+        (None: the trunk)."""
 
     def run(
         self, handle: NetworkHandle, program: str, rows: Seq[Rows], *, hidden: Buffer = None

@@ -31,8 +31,6 @@ MAX_EXPERTS = 4096  # experts that are listed one by one, since a config may nam
 INDEXER_KEYS = ("index_n_heads", "index_head_dim", "index_topk")  # config keys of sparse attention with an indexer
 SIGMOID = 2  # llama.cpp's number of the sigmoid as routing function
 
-"""Tensor name -> shape; a size is an int, Unknown, or None for any size. A name that begins with `?` is optional."""
-
 
 class Declared(NamedTuple):
     """Number of MTP modules that a config declares."""

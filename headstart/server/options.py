@@ -88,8 +88,7 @@ class KeepAlive:
 
     @classmethod
     def of(cls, given: float | str) -> "KeepAlive":
-        """Parse seconds or Ollama's notation (5m, 1h30m). Negative: unloads never. Raises
-        ParameterError."""
+        """Parse seconds or Ollama's notation (5m, 1h30m). Negative: unloads never. Raises ParameterError."""
         text = str(given).strip()
         parts = _PART.findall(text.removeprefix("-"))
         if parts and "".join(number + unit for number, unit in parts) == text.removeprefix("-"):

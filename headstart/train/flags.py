@@ -1,4 +1,4 @@
-"""Options of `headstart train` and `data`: what the commands read and the runs take.
+"""Options of `headstart train` and `data`, for the commands and the runs.
 
 Imports nothing heavy, since every start of the command line reads it.
 """

@@ -58,8 +58,8 @@ def published(folder: Path, modules: int) -> Path:
 def test_the_first_of_several_modules_drafts(tmp_path: Path, backend: str) -> None:
     one, three = (drafts(published(tmp_path / str(count), count), backend) for count in (1, 3))
     assert one == three
-    plain = drafts(tmp_path / "1", backend, enable_prefix_caching=False)
-    assert [each.tokens for each in plain.values()] == [each.tokens for each in one.values()]
+    uncached = drafts(tmp_path / "1", backend, enable_prefix_caching=False)
+    assert [each.tokens for each in uncached.values()] == [each.tokens for each in one.values()]
     assert all(each.stats and each.stats.drafted for each in one.values())
     assert model_at(tmp_path / "3", backend).config.num_mtp == 1
 
