@@ -104,11 +104,14 @@ class StateCacheManager:
             own.append(state.own)
             starts.append(part.start)
             ends.append(end)
-            known = not pairs or state.heads.get(network) == part.start
-            reads.append((state.own + self.num_running * pairs) if known else -1)
+            older = state.own + self.num_running  # slot of the state before the newest pair
+            if pairs:
+                reads.append(older if state.heads.get(network) == part.start else -1)
+            else:
+                reads.append(state.own)
             if pairs and end - part.start > 1:
                 positions.append(end - 1)
-                slots.append(state.own + self.num_running)
+                slots.append(older)
                 state.heads[network] = end - 1
             positions.append(end)
             slots.append(state.own)

@@ -516,15 +516,16 @@ class Runner:
         return sorted({*range(len(requests))} - {*matches.values()})
 
     def _draft_loop(self, steps: DraftPrograms) -> DraftLoop | None:
-        """The draft loop of these programs, prepared on first use; None under rule `rejection`."""
+        """The draft loop of these programs, prepared on first use. None, under rule `rejection` and for networks with
+        recurrent states: one pass for each draft step."""
         if steps not in self._draft_loops:
-            handles = steps.network.programs
-            others = [(handles[program], before) for program, before in steps.others]
-            program = self.backend.prepare_draft_loop(
-                others, vocab_size=self.vocab_size, token_ids=steps.token_ids, is_block=steps.is_block
-            )
-            alone = self._keep_probs or bool(steps.network.network.state_specs)
-            self._draft_loops[steps] = None if alone else program
+            self._draft_loops[steps] = None
+            if not self._keep_probs and not steps.network.network.state_specs:
+                handles = steps.network.programs
+                others = [(handles[program], before) for program, before in steps.others]
+                self._draft_loops[steps] = self.backend.prepare_draft_loop(
+                    others, vocab_size=self.vocab_size, token_ids=steps.token_ids, is_block=steps.is_block
+                )
         return self._draft_loops[steps]
 
     def draw(

@@ -63,7 +63,14 @@ class IndexerConfig:
         heads, dim = spec.num_heads, spec.head_dim
         queries = (np.arange(heads)[:, None] * dim + order).reshape(-1)
         norm = weights.raw(f"{name}.k_norm.weight", (dim,)), weights.raw(f"{name}.k_norm.bias", (dim,))
-        size = spec.every * dim
+        gate, bias = None, None
+        if self.pooled:
+            gate = Linear(weights.take(weights.raw(f"{name}.pool_gate", (dim, in_features)).take_rows(order)))
+            size = spec.every * dim
+            if self.pool_bias:
+                bias = weights.get(f"{name}.pool_bias", size)
+            else:
+                bias = weights.constant(f"{size} zeros", np.zeros(size))
         query, key = (
             weights.raw(f"{name}.wq_b.weight", (heads * dim, rank)),
             weights.raw(f"{name}.wk.weight", (dim, in_features)),
@@ -74,14 +81,8 @@ class IndexerConfig:
             key_norm=LayerNorm(weights.take(norm[0].take_rows(order)), self.eps),
             key_bias=weights.take(norm[1].take_rows(order)),
             weights=Linear(weights.get(f"{name}.weights_proj.weight", heads, in_features, precise=True)),
-            pool_gate=Linear(weights.take(weights.raw(f"{name}.pool_gate", (dim, in_features)).take_rows(order)))
-            if self.pooled
-            else None,
-            pool_bias=None
-            if not self.pooled
-            else weights.get(f"{name}.pool_bias", size)
-            if self.pool_bias
-            else weights.constant(f"{size} zeros", np.zeros(size)),
+            pool_gate=gate,
+            pool_bias=bias,
             query_norm=weights.norm(f"{name}.q_norm", dim, self.eps) if self.query_norm else None,
             config=self,
         )

@@ -102,8 +102,7 @@ def usable_heads(checkpoint: Checkpoint) -> UsableHeads:
     state = state_of(heads, checkpoint)
     if heads.moved_to:
         raise state.as_error(checkpoint.name)
-    count = min(heads.count, heads.layout.used or heads.count)
-    return UsableHeads(count if state.word == "alive" else 0, state if heads.count and state.broken else None)
+    return UsableHeads(heads.count if state.word == "alive" else 0, state if heads.count and state.broken else None)
 
 
 class _Words:

@@ -81,8 +81,8 @@ class MTPLayout:
     default: int = 0  # number of modules if the config has no such key
     released: int = 0  # modules of released checkpoints whose configs lack the key; copies may have lost them
     max_modules: int = 0  # maximum that other engines load; 0: any number
-    served: int = 0  # maximum that headstart runs; 0: any number
-    used: int = 0  # modules that headstart runs, of any number; 0: all
+    served: int = 0  # maximum that headstart runs; models with more are refused; 0: any number
+    used: int = 0  # the first modules, which headstart runs; the others are not read; 0: all
     spare: int = 0  # excess of the key's value over the number of modules, if the value is above 1
     architectures: tuple[str, ...] = ()  # lower-case parts of `architectures`, if the model_type does not identify it
     requires: str = ""  # config key that checkpoints of this layout must have; only `count_key` then counts modules

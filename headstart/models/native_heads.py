@@ -101,7 +101,8 @@ class NativeHeads:
     @property
     def count(self) -> int:
         """Number of MTP modules that the engine would run."""
-        return self.promised.modules or (len(self.modules) if self.layout and self.layout.released else 0)
+        promised = self.promised.modules or (len(self.modules) if self.layout and self.layout.released else 0)
+        return min(promised, self.layout.used or promised) if self.layout else promised
 
 
 def examine(checkpoint: Checkpoint, weights: Mapping[str, WeightHeader] | None = None) -> NativeHeads:

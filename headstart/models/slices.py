@@ -23,7 +23,6 @@ from headstart.formats.json_object import read_object
 from headstart.formats.safetensors import CONFIG
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
-from headstart.layers.decoder import LayerConfig
 from headstart.layers.mamba2 import Mamba2Config
 from headstart.layers.mlp import MLPConfig
 from headstart.layers.moe import MoEConfig
@@ -59,7 +58,6 @@ AXES: Mapping[str, tuple[str, ...]] = {
 EQUAL = ("vocab_size", "head_dim", "ssm_state_size")  # sizes that are never cut
 SCALES = ("weight_scale", "weight_scale_inv")  # last words of tensors with a value for several rows or columns
 WORDS = ("weight", "bias", "e_score_correction_bias", "A_log", "D", "step_bias", *SCALES)
-KINDS = {AttentionConfig: "attention", Mamba2Config: "mamba", MLPConfig: "mlp", MoEConfig: "moe"}
 
 
 def sliced(checkpoint: Checkpoint, name: str | None) -> Checkpoint:
@@ -72,20 +70,20 @@ def sliced(checkpoint: Checkpoint, name: str | None) -> Checkpoint:
         kind = "GGUF files" if checkpoint.canonical_names else f"{checkpoint.config['model_type']} models"
         known = ", ".join(name for name, each in all_families().items() if each.nested)
         raise UsageError(f"--slice: {kind} are not cut", f"known are safetensors of {known}")
-    whole, config = read_config(checkpoint, family), read_object(path)
+    config = read_object(path)
     try:
         if config.get("model_type") != (model_type := checkpoint.config["model_type"]):
             raise ModelError(f"model_type is {config.get('model_type')!r}, the model's is {model_type!r}")
-        part = family.read(config)
-        kept = _kept(whole, part)
+        sizes = family.read(config)
+        kept = _kept(read_config(checkpoint, family), sizes)
     except ModelError as error:
         what = f"--slice: {path} is no slice of {checkpoint.name}: {error.message}"
         raise UsageError(what, error.hint or "give the config.json of a smaller model inside this one") from None
     tensors = {}
-    for theirs, tensor in checkpoint.tensors.items():
-        ours = family.names.canonical(theirs)
-        if ours and not _left_out(ours, part, kept):
-            tensors[theirs] = _cut(tensor, ours, kept)
+    for name, tensor in checkpoint.tensors.items():
+        canonical = family.names.canonical(name)
+        if canonical and not _left_out(canonical, sizes, kept):
+            tensors[name] = _cut(tensor, canonical, kept)
     stored = {key: checkpoint.config[key] for key in ("quantization_config",) if key in checkpoint.config}
     files = (*checkpoint.files, path)  # the config is a part of the model's identity in caches
     return replace(checkpoint, config=config | stored, tensors=tensors, files=files, stray={})
@@ -126,31 +124,29 @@ def _levels(config: DecoderConfig) -> dict[str, Levels]:
     return found
 
 
-def _kept(whole: DecoderConfig, part: DecoderConfig) -> dict[str, tuple[int, Int64]]:
-    """Dimension -> (its size in the whole model, indices that stay). Raises ModelError if `part` is no slice."""
-    kinds = [[_kind(layer) for layer in each.layers] for each in (part, whole)]
+def _kept(model: DecoderConfig, smaller: DecoderConfig) -> dict[str, tuple[int, Int64]]:
+    """Dimension -> (its size in the model, indices that stay). Raises ModelError if `smaller` is no slice."""
+    kinds = [[(type(layer.mixer), type(layer.mlp)) for layer in each.layers] for each in (smaller, model)]
     if kinds[0] != kinds[1]:
         raise ModelError("its layers are of other kinds, or of another number")
-    kept, smaller = {}, _levels(part)
-    for name, levels in _levels(whole).items():
-        sizes = smaller.get(name, levels)
+    kept, smaller_levels = {}, _levels(smaller)
+    for name, levels in _levels(model).items():
+        sizes = smaller_levels.get(name, levels)
         for key, size in levels.items():
-            if sizes.get(key, 0) > size or (key in EQUAL and sizes[key] != size) or key not in sizes:
-                raise ModelError(f"{key} is {sizes.get(key)}, the model's is {size}")
+            if (given := sizes.get(key)) is None or given > size or (key in EQUAL and given != size):
+                raise ModelError(f"{key} is {given}, the model's is {size}")
         size = prod(levels.values())
         grid = np.arange(size).reshape(*levels.values())
         kept[name] = size, grid[tuple(map(slice, sizes.values()))].reshape(-1)
     return kept
 
 
-def _kind(layer: LayerConfig) -> list[str]:
-    return [name for kind, name in KINDS.items() if isinstance(layer.mixer, kind) or isinstance(layer.mlp, kind)]
-
-
-def _left_out(name: str, part: DecoderConfig, kept: Mapping[str, tuple[int, Int64]]) -> bool:
-    """Whether a tensor belongs to an expert or an MTP module that the slice does not have."""
+def _left_out(name: str, smaller: DecoderConfig, kept: Mapping[str, tuple[int, Int64]]) -> bool:
+    """Whether a tensor belongs to an expert or an MTP module that the slice does not have. name: its canonical name."""
+    if name.startswith("mtp.") and not smaller.num_mtp:
+        return True
     expert = re.search(r"\.experts\.(\d+)\.", name)
-    return bool(expert and int(expert[1]) >= len(kept["experts"][1])) or (name.startswith("mtp.") and not part.num_mtp)
+    return expert is not None and int(expert[1]) >= len(kept["experts"][1])
 
 
 def _cut(tensor: Tensor, name: str, kept: Mapping[str, tuple[int, Int64]]) -> Tensor:
@@ -164,25 +160,25 @@ def _cut(tensor: Tensor, name: str, kept: Mapping[str, tuple[int, Int64]]) -> Te
     for axis, stored in zip(axes, tensor.shape, strict=False):
         sizes, parts = zip(*(kept[each] for each in axis.split()), strict=True)
         starts = np.cumsum([0, *sizes])
-        taken = np.concatenate([start + each for start, each in zip(starts, parts, strict=False)])
-        indices.append(None if len(taken) == starts[-1] else _stored(tensor, name, stored, int(starts[-1]), taken))
+        places = np.concatenate([start + each for start, each in zip(starts, parts, strict=False)])
+        indices.append(None if len(places) == starts[-1] else _stored(tensor, name, stored, int(starts[-1]), places))
     if all(each is None for each in indices):
         return tensor
     rows = indices[0] if indices[0] is not None else np.arange(tensor.shape[0])
     return cut(tensor, rows, indices[1] if len(indices) > 1 else None)
 
 
-def _stored(tensor: Tensor, name: str, stored: int, size: int, taken: Int64) -> Int64 | None:
-    """Indices along an axis that stores one value for each of `size` columns, or for groups of them; None for an axis
-    that stays whole. Raises ModelError."""
+def _stored(tensor: Tensor, name: str, stored: int, size: int, places: Int64) -> Int64 | None:
+    """Indices of the `stored` values of an axis of `size` columns, of which `places` stay. A value belongs to one
+    column, or to a group of them. None: the axis is not cut. Raises ModelError."""
     if stored == size:
-        return taken
+        return places
     if stored == 1:  # a scale of the whole row
         return None
     grouped = tensor.dtype == "U8" or name.endswith(SCALES)
     group = size // stored if grouped and size % stored == 0 else 0
-    units = taken.reshape(-1, group) if group and len(taken) % group == 0 else None
-    if units is None or (units[:, 0] % group).any() or (np.diff(units, axis=1) != 1).any():
-        what = f"--slice: {tensor.name} has {stored} values for {size} columns, of which {len(taken)} stay"
+    groups = places.reshape(-1, group) if group and len(places) % group == 0 else None
+    if groups is None or (groups[:, 0] % group).any() or (np.diff(groups, axis=1) != 1).any():
+        what = f"--slice: {tensor.name} has {stored} values for {size} columns, of which {len(places)} stay"
         raise ModelError(what, "groups of columns with one scale are cut as a whole only")
-    return units[:, 0] // group
+    return groups[:, 0] // group

@@ -85,12 +85,9 @@ def _indexer(config: Reading, kv_heads: int) -> IndexerConfig | None:
     keys.refuse_others(sparse, SPARSE_SERVED)
     heads, dim, rotary, top_k, size = (number(sparse, key, default=default) for key, default in SPARSE_SIZES.items())
     if heads % kv_heads or rotary > dim or rotary % 2 or size < max(kv_heads, 2):
-        what = (
-            f"config.json: sparse_config has {heads} heads of {dim}, {rotary} rotated, and regions of {size} positions"
-        )
-        raise ModelError(
-            what, f"known: a multiple of {kv_heads} heads, regions of {max(kv_heads, 2)} positions or more"
-        )
+        sizes = f"{heads} heads of {dim}, {rotary} rotated, and regions of {size} positions"
+        known = f"known: a multiple of {kv_heads} heads, regions of {max(kv_heads, 2)} positions or more"
+        raise ModelError(f"config.json: sparse_config has {sizes}", known)
     rope = rope_spec(config.inside({"partial_rotary_factor": rotary / dim}), dim)
     spec = IndexSpec(heads, dim, top_k, size, whole=True, own=True, groups=kv_heads)
     eps = real(config, "rms_norm_eps", 1e-6)

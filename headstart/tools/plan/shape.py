@@ -20,7 +20,7 @@ GGUF: Mapping[str, WeightBytes] = {
         kind.lower(): WeightBytes(size, size, size, size, "int8")
         for kind, count, nbytes in BLOCKS.values()
         for size in [nbytes / count]
-        if kind.lstrip("IT").startswith("Q")
+        if kind.startswith(("Q", "IQ", "TQ"))
     },
     "q4_0": WeightBytes(0.5625, 0.5625, 0.5625, 0.8203, "int8"),
     "q4_1": WeightBytes(0.625, 0.625, 0.625, 1.0625, "int8"),
