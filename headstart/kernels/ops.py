@@ -237,7 +237,7 @@ class Ops(Protocol):
         score = sum over heads of weight * max(q . k, 0); q [R, heads * head_dim], weights [R, heads], keys in the pool.
         Candidates are the positions up to plan.visible_end that end a window of spec.every, counted from
         plan.first_position. The spec.top_k best are selected (ties: the lower position; NaN last); with spec.whole all
-        positions of their windows, and those after the last whole window. With spec.own the window of
+        positions of their windows, and those after the last whole window. With spec.local the window of
         plan.visible_end is no candidate, and all its positions up to there are selected. Each of spec.groups groups of
         heads selects for as many KV heads.
 

@@ -214,7 +214,7 @@ class IndexSpec(_OneKeyHead):
     top_k: int  # positions, windows or blocks that a row attends to
     every: int = 1  # only positions that end a window of this size can be selected
     whole: bool = False  # all positions of the selected windows, and those after the last whole window
-    own: bool = False  # with `whole`: the row's own window always, and top_k windows before it
+    local: bool = False  # with `whole`: the row's own window always, and top_k windows before it
     groups: int = 1  # selections, each by equally many heads, for equally many KV heads
     candidates: CandidateSpec | None = None  # None: all keys up to the row can be selected
 

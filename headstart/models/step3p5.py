@@ -89,7 +89,7 @@ def _indexer(config: Reading, kv_heads: int) -> IndexerConfig | None:
         known = f"known: a multiple of {kv_heads} heads, regions of {max(kv_heads, 2)} positions or more"
         raise ModelError(f"config.json: sparse_config has {sizes}", known)
     rope = rope_spec(config.inside({"partial_rotary_factor": rotary / dim}), dim)
-    spec = IndexSpec(heads, dim, top_k, size, whole=True, own=True, groups=kv_heads)
+    spec = IndexSpec(heads, dim, top_k, size, whole=True, local=True, groups=kv_heads)
     eps = real(config, "rms_norm_eps", 1e-6)
     return IndexerConfig(spec=spec, rope=rope, eps=eps, query_norm=True, pool_bias=False)
 

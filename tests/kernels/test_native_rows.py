@@ -28,7 +28,7 @@ SEEN: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     **{f"the best {n}": {"top_k": n} for n in (1, 16, 37, 214)},
     **{f"the best {n} blocks of {every}": {"top_k": n, "every": every} for n, every in ((1, 16), (3, 9), (5, 40))},
-    "the own window of 8 and the best 4": {"top_k": 4, "every": 8, "own": True},
+    "the local window of 8 and the best 4": {"top_k": 4, "every": 8, "local": True},
 }
 BLIND = {"before": {"excludes_self": True}, "before in a window": {"excludes_self": True, "window": 17}}
 """Rows that do not see themselves; the first of a text then sees nothing."""
@@ -50,7 +50,7 @@ class World:
 
     def __init__(
         self, path: str, kv_dtype: str, seed: int = 0, *, sinks: bool = False, top_k: int = 0, every: int = 0,
-        own: bool = False, length: int = LENGTH, **seen: Any,
+        local: bool = False, length: int = LENGTH, **seen: Any,
     ) -> None:  # fmt: skip
         heads, kv_heads, dim = HEADS[kv_dtype]
         self.length, self.num_blocks = length, length // 16 + NUM_BLOCKS - LENGTH // 16
@@ -59,7 +59,7 @@ class World:
         self.spec = AttentionSpec(heads, kv_heads, dim, dim**-0.5, **seen)
         self.index = IndexSpec(11, 18, top_k) if top_k else None
         self.index = IndexSpec(kv_heads, 18, top_k, every, whole=True) if every else self.index
-        self.index = replace(self.index, num_heads=3 * kv_heads, groups=kv_heads, own=True) if own else self.index
+        self.index = replace(self.index, num_heads=3 * kv_heads, groups=kv_heads, local=True) if local else self.index
         widths = [n * dim for n in (heads, kv_heads, kv_heads)]
         # queries and weights of the indexer (one that selects blocks has none), its keys
         widths += [self.index.num_heads * 18, self.index.num_heads, 18] if self.index else []
@@ -85,7 +85,7 @@ class World:
             if chosen:
                 queries, weights, keys = indexing
                 ops.store_index(keys, chosen[0], self.index)
-                if self.index.whole and not self.index.own:
+                if self.index.whole and not self.index.local:
                     ops.select_blocks(queries, chosen[0], self.index)
                 else:
                     ops.select_positions(queries, weights, chosen[0], self.index)

@@ -193,7 +193,7 @@ class ProgramRecorder:
         rows, blocks = (self._index(q), self._index(weights)), spec.candidates
         among = () if blocks is None else (blocks.count, blocks.size, -1 if blocks.source else self._candidates)
         self._chosen[pool] = self.program.choose(
-            *rows, pool, spec.num_heads, spec.groups, spec.top_k, spec.every, spec.whole, spec.own, *among
+            *rows, pool, spec.num_heads, spec.groups, spec.top_k, spec.every, spec.whole, spec.local, *among
         )
         self._candidates = self._chosen[pool] if blocks and blocks.source else self._candidates
 

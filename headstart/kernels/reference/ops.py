@@ -504,7 +504,7 @@ def selected_positions(scores: Tensor, visible: Tensor, ends: Tensor, spec: spec
     """Ops.select_positions: bool like scores, [S, R, L] or [S, groups, R, L]; visible [S, R, L]; ends [L]: positions
     that end a window."""
     visible = visible[:, None].expand(scores.shape) if spec.groups > 1 else visible
-    before = torch.nn.functional.pad(visible[..., 1:], (0, 1)) if spec.own else visible
+    before = torch.nn.functional.pad(visible[..., 1:], (0, 1)) if spec.local else visible
     best = best_positions(scores, before & ends, spec.top_k)
     if not spec.whole:
         return best
