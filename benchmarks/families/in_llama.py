@@ -53,9 +53,9 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """Keys of one row."""
-NOT_BY_TRANSFORMERS = ("deepseek_v4", "mimo_v2_flash", "step3p5")
+NOT_BY_TRANSFORMERS = ("deepseek_v4", "glm5_next", "mimo_v2_flash", "step3p5")
 """Families whose config the converter wants as released, not as transformers' class for it reads it."""
-NOT_THERE = ("mimo", "longcat_flash", "step5")
+NOT_THERE = ("deepseek_v41", "inkling", "longcat_flash", "mimo", "step5")
 """Families and rows that llama.cpp has no architecture for."""
 LIMITS = {"F32": 2e-4, "F16": 1e-5, "Q8_0": 1e-2, "Q4_K_M": 1e-2}
 """F32: of the largest difference of a log-probability. Only the order of sums differs (some 1e-5), but for GELU, which
@@ -83,8 +83,8 @@ APART = {"gemma3n": {"F32": 0.1, "F16": 1e-4}}
 number less one, the model and headstart by their number. With its divisor headstart is 4e-3 from it here, else 4e-2."""
 IN_FP4 = ("deepseek_v4",)
 """Families whose experts are MXFP4 in a file of any type: what those read llama.cpp rounds to 8 bits."""
-SELECTING = ("deepseek_v32", "glm_moe_dsa")
-"""Families whose rows read 11 of some 60 positions here: where rows are rounded to 8 bits they read a few others."""
+SELECTING = ("deepseek_v32", "glm5_next", "glm_moe_dsa", "hy_v4")
+"""Families whose rows read 11 or 15 of some 60 positions here: where rows are rounded to 8 bits they read others."""
 
 
 def judged(name: str, kind: str, found: Mapping[str, Agreement]) -> tuple[float, bool]:
@@ -103,16 +103,17 @@ def small_model(family: Family, name: str, row: str, folder: Path, changes: Mapp
     wide = {key: value for key, value in WIDE.items() if there.get(key) is not None}
     config, arrays = family.tiny(**{**changes, **wide, **row_of(name).llama_cpp, **OWN.get(row, {})})
     # The folder's name is the model's in the file, and llama.cpp changes tokens of what has "phi3" in its name.
-    arrays = in_fp4(arrays) if name == "deepseek_v4" else stacked(arrays)
+    arrays = in_fp4(arrays) if name == "deepseek_v4" else stacked(arrays, "mlp." if name == "hy_v4" else "")
     return write_model(folder / name / "small", config, arrays)
 
 
-def stacked(arrays: Arrays) -> Arrays:
-    """Experts beside an MLP (Gemma 4) are stacks [E, ...] in released files, gate and up in one."""
+def stacked(arrays: Arrays, parent: str) -> Arrays:
+    """Experts beside an MLP (Gemma 4), and those of HY-V4 (parent: `mlp.`), are stacks [E, ...] in released files, gate
+    and up in one."""
     found: Arrays = {}
     parts: dict[tuple[str, str], dict[int, NDArray[np.float32]]] = {}
     for name, array in arrays.items():
-        if match := re.fullmatch(r"(.*layers\.\d+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name):
+        if match := re.fullmatch(rf"(.*layers\.\d+\.{parent}experts)\.(\d+)\.(gate|up|down)_proj\.weight", name):
             parts.setdefault((match[1], match[3]), {})[int(match[2])] = array
         else:
             found[name] = array
@@ -138,7 +139,7 @@ def in_fp4(arrays: Arrays) -> dict[str, Any]:
     return found
 
 
-def convert(folder: Path, path: Path, source: Path, *, half: bool) -> None:
+def convert(folder: Path, path: Path, source: Path, name: str, *, half: bool) -> None:
     """By the converter of llama.cpp's `source` folder; the vocabulary is ours, for it knows tokenizers by name only."""
     for place in (source, source / "gguf-py"):
         if str(place) not in sys.path:
@@ -148,12 +149,12 @@ def convert(folder: Path, path: Path, source: Path, *, half: bool) -> None:
     from conversion import get_model_class  # type: ignore[import-not-found]
 
     config = json.loads((folder / "config.json").read_text())
-    config |= row_of(config["model_type"]).released
+    config |= row_of(name).released
     (folder / "config.json").write_text(json.dumps(config))
     kind: Any = get_model_class(config["architectures"][0])
     kind.no_mtp = True
     types = gguf.LlamaFileType
-    raw = {"hparams": config} if config["model_type"] in NOT_BY_TRANSFORMERS else {}
+    raw = {"hparams": config} if name in NOT_BY_TRANSFORMERS else {}
     model: Any = kind(folder, types.MOSTLY_F16 if half else types.ALL_F32, path, **raw)
 
     def set_vocab() -> None:
@@ -234,8 +235,8 @@ def compare_all(
     programs, found = source / "build/bin", {}
     files = {kind: folder / f"{kind}.gguf" for kind in TYPES}
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
-        convert(model, files["F32"], source, half=False)
-        convert(model, files["F16"], source, half=True)
+        convert(model, files["F32"], source, name, half=False)
+        convert(model, files["F16"], source, name, half=True)
     for kind, file in files.items():
         if kind not in ("F32", "F16"):
             quantize(files["F32"], file, kind, programs)

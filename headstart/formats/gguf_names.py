@@ -20,6 +20,7 @@ _TOP: Mapping[str, str] = {
     "output_hc_base.weight": "streams.base",
     "output_hc_scale.weight": "streams.scale",
     "per_layer_proj_norm.weight": "per_layer_projection_norm.weight",
+    "output_res_score.weight": "output_attn_res_proj.weight",
     "altup_proj.weight": "altup_projections.weight",  # [streams - 1, H, H]
     "altup_unembd_proj.weight": "altup_unembed_projections.weight",
 }
@@ -39,6 +40,11 @@ _BLOCK: Mapping[str, str] = {
     "ssm_beta": "linear_attn.in_proj_b",
     "ssm_norm": "linear_attn.norm",
     "ssm_out": "linear_attn.out_proj",
+    **{f"ssm_conv1d_{part}": f"self_attn.{part}_conv1d" for part in "qkv"},  # Kimi delta attention
+    **{f"ssm_{part}": f"self_attn.{part}_proj" for part in ("f_a", "f_b", "g_a", "g_b")},
+    "ssm_g": "self_attn.gate_proj",
+    "attn_res_score": "self_attention_res_proj",
+    "ffn_res_score": "mlp_res_proj",
     "shortconv.conv": "conv.conv",
     "shortconv.in_proj": "conv.in_proj",
     "shortconv.out_proj": "conv.out_proj",
@@ -80,6 +86,9 @@ _BLOCK: Mapping[str, str] = {
     "ffn_gate_inp": "mlp.gate",
     "exp_probs_b": "mlp.gate.e_score_correction_bias",  # Hunyuan 3, without suffix
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",  # other models; the canonical name has no suffix
+    "ffn_routed_down": "mlp.fc1_latent_proj",
+    "ffn_routed_up": "mlp.fc2_latent_proj",
+    "ffn_routed_norm": "mlp.latent_norm",
     "ffn_latent_down": "mlp.fc1_latent_proj",
     "ffn_latent_up": "mlp.fc2_latent_proj",
     "ffn_gate_exps": "mlp.experts.gate_proj",  # [experts, out, in]
@@ -130,7 +139,9 @@ IMPLIED: Mapping[str, Mapping[str, float | None]] = {
         "norm_topk_prob": False, "expert_gating_func": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0,
         "n_shared_experts": 0, "first_k_dense_replace": 0,
     },
-    **dict.fromkeys(("exaone-moe", "bailingmoe2", "deepseek32", "glm-dsa"), _EXPERTS),
+    **dict.fromkeys(("exaone-moe", "bailingmoe2", "bailingmoe3", "deepseek32", "glm-dsa"), _EXPERTS),
+    "glm5-next": {**_EXPERTS, "swiglu_limits": 0},
+    "hy_v4": {**_EXPERTS, "swiglu_limits": 0, "rope_interleave": True},
     "hy-v3": {**_EXPERTS, "mlp_layer_types": None},  # gguf._config derives it from the tensors
     "qwen3moe": {"norm_topk_prob": True},
     "lfm2": {"block_auto_adjust_ff_dim": False},
@@ -168,6 +179,8 @@ KEYS: Mapping[str, str] = {
     "attention.indexer.key_length": "index_head_dim",
     "attention.indexer.top_k": "index_topk",
     "attention.indexer.types": "indexer_types",
+    "attention.indexer.kpool": "index_kpool",
+    "attention.indexer.kpool_select_tail": "index_kpool_always_select_tail",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.layer_norm_epsilon": "layer_norm_eps",
     "attention.scale": "attention_multiplier",
@@ -191,6 +204,7 @@ KEYS: Mapping[str, str] = {
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
     "moe_latent_size": "moe_latent_size",
+    "expert_latent_length": "routed_expert_hidden_size",
     "expert_shared_count": "n_shared_experts",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
     "expert_weights_scale": "routed_scaling_factor",
@@ -210,6 +224,7 @@ KEYS: Mapping[str, str] = {
     "hyper_connection.count": "hc_mult",
     "hyper_connection.sinkhorn_iterations": "hc_sinkhorn_iters",
     "hyper_connection.epsilon": "hc_eps",
+    "hyper_connection.magnitude": "hc_magnitude",
     "hash_layer_count": "num_hash_layers",
     "shortconv.l_cache": "conv_L_cache",
     "ssm.conv_kernel": "linear_conv_kernel_dim",
@@ -218,6 +233,12 @@ KEYS: Mapping[str, str] = {
     "ssm.time_step_rank": "linear_num_value_heads",
     "ssm.inner_size": "linear_inner_size",
     "full_attention_interval": "full_attention_interval",
+    "kda.head_dim": "linear_head_dim",
+    "kda.gate_lower_bound": "linear_lower_bound",
+    "kda.safe_gate": "linear_safe_gate",
+    "attn_res.block_size": "attn_res_block_size",
+    "activation.situ_beta": "activation_situ_beta",
+    "activation.situ_linear_beta": "activation_situ_linear_beta",
     "attention.recurrent_layers": "recurrent_layers",
 }
 """Metadata keys after `{arch}.` -> config.json keys."""

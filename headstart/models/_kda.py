@@ -22,6 +22,11 @@ LINEAR, FULL = keys.LINEAR, keys.FULL
 MAX_DIM, MAX_TAPS = 256, 16
 GATE = {".self_attn.g_proj.": ".self_attn.gate_proj."}  # part of a name in files -> canonical part
 CONVS = tuple(f"{part}_conv1d.weight" for part in "qkv")
+GGUF = {
+    "linear_attn.in_proj_b.weight": "b_proj.weight", "linear_attn.norm.weight": "o_norm.weight",
+    "ssm_a": "A_log", "ssm_dt.bias": "dt_bias",
+}  # fmt: skip
+"""Names that GGUF files share with other linear layers -> names after `self_attn.`."""
 
 
 def mixer(
@@ -79,22 +84,37 @@ def kinds_of(config: Config, full: str = FULL) -> list[str] | None:
     return kinds
 
 
+def of_gguf(config: Config) -> Config:
+    """The config of a GGUF file with the lists of layer numbers: linear layers have 0 key heads there."""
+    count, heads = keys.num_layers(config), config.get("num_key_value_heads")
+    heads = heads if isinstance(heads, list) else [heads] * count
+    full = [i + 1 for i, each in enumerate(heads) if each]
+    kinds = {"full_attn_layers": full, "kda_layers": [i + 1 for i in range(count) if i + 1 not in full]}
+    return keys.inside(config, {**kinds, "linear_num_heads": config.get("num_attention_heads")})
+
+
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """Family.adapt: joins the convolutions of q, k and v, and turns A_log into decay rates -exp(A_log)."""
+    """Family.adapt: joins the convolutions of q, k and v, and turns A_log into decay rates -exp(A_log), which GGUF
+    files have instead."""
     ours: dict[str, RawTensor] = {}
     linear = config.mixers(KDAConfig)
     for name, tensor in tensors.items():
-        match = re.fullmatch(r"(layers\.\d+)\.(.+)", name)
-        if not match or match[1] not in linear:
+        name = name.replace(".linear_attn.in_proj_z.", ".self_attn.gate_proj.")  # of GGUF files
+        match = re.fullmatch(r"(?:layers|blk)\.(\d+)\.(.+)", name)
+        if not match or (layer := f"layers.{match[1]}") not in linear:
             ours[name] = tensor
             continue
-        stem, part = f"{match[1]}.self_attn", match[2].removeprefix("self_attn.")
+        stem, part = f"{layer}.self_attn", match[2].removeprefix("self_attn.")
+        if from_gguf and part in GGUF:
+            part = GGUF[part]
+            name = f"{stem}.{part}"
         if part == CONVS[0]:
             parts = [tensors.get(name.replace(part, each)) for each in CONVS]
-            if joined := _taps(f"{stem}.conv", parts, linear[match[1]]):
+            if joined := _taps(f"{stem}.conv", parts, linear[layer]):
                 ours[joined.name] = joined
         elif part == "A_log":
-            ours[f"{stem}.decay_rate"] = tensor.shaped(math.prod(tensor.shape)).exp().affine(-1, 0)
+            rate = tensor.shaped(math.prod(tensor.shape))
+            ours[f"{stem}.decay_rate"] = rate if from_gguf else rate.exp().affine(-1, 0)
         elif part == "dt_bias":
             ours[f"{stem}.decay_bias"] = tensor
         elif part not in CONVS:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from headstart.errors import ModelError
 from headstart.heads.base import HeadSpec
+from headstart.kernels.ops import RawTensor
 from headstart.layers.build import DecoderConfig
 from headstart.layers.parts import MixerConfig
 from headstart.models import _kda, _latent, keys
@@ -26,18 +27,26 @@ SERVED = {
         ("use_kda_lora", "use_mla_nope", "use_nGPT", "value_norm", "up_proj_norm", "scale_router_input"), False
     ),
 }  # fmt: skip
+LIMITS = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list", "swiglu_limits", "swiglu_limits_shared")
+IN_GGUF = {
+    "head_dim": "linear_head_dim", "short_conv_kernel_size": "linear_conv_kernel_dim",
+    "kda_lower_bound": "linear_lower_bound", "kda_safe_gate": "linear_safe_gate",
+}  # fmt: skip
+"""Keys -> those of GGUF files."""
 GATES = {None: 0, "head_wise": 1, "element_wise": 2}
 
 
 def parse(config: Config) -> DecoderConfig:
     config = keys.inside(config, {})
-    keys.refuse_gguf(config, LLAMA_CPP)
+    if config.get("model_type") == LLAMA_CPP:
+        config = _kda.of_gguf(config)
+        config = keys.inside(config, {key: config.get(name) for key, name in IN_GGUF.items()})
     if config.get("short_conv_kernel_size") is None or config.get("kv_lora_rank") is None:
         raise ModelError("lightning attention (Ling 2.5) is not supported", "known: Kimi delta attention (Ling 3)")
     keys.refuse_others(config, SERVED)
-    for key in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
+    for key in LIMITS:
         limits = config.get(key)
-        if isinstance(limits, list) and any(limits):
+        if any(limits) if isinstance(limits, list) else limits:
             raise ModelError(f"config.json: {key} limits activations of experts, which is not supported")
     if (shared := config.get("num_shared_experts")) is not None:
         config = config.inside({"n_shared_experts": shared})
@@ -47,7 +56,8 @@ def parse(config: Config) -> DecoderConfig:
         raise ModelError(f"config.json: gated_attention_proj_granularity_type is {gate!r}", "known: head_wise")
     num_gates = (0, latent.num_heads, latent.num_heads * latent.value)[GATES[gate]]
     linear = _kda.mixer(
-        config, heads=latent.num_heads, dim=number(config, "head_dim"), width=number(config, "short_conv_kernel_size"),
+        config, heads=number(config, "linear_num_heads", default=latent.num_heads), dim=number(config, "head_dim"),
+        width=number(config, "short_conv_kernel_size"),
         bound=_kda.bound_of(config, "kda_lower_bound", safe=flag(config, "kda_safe_gate", True)), low_rank=False,
     )  # fmt: skip
     mixers: dict[str, MixerConfig] = {_kda.FULL: replace(latent, num_gates=num_gates), _kda.LINEAR: linear}
@@ -66,6 +76,15 @@ def _kinds(config: Config) -> list[str]:
     return [_kda.FULL if (i + 1) % group == 0 or i >= first else _kda.LINEAR for i in range(count)]
 
 
+def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
+    """Family.adapt: GGUF files have the decay rates without their sign, and other names of whole matrices."""
+    ours = _kda.adapt(tensors, config, from_gguf)
+    if not from_gguf:
+        return ours
+    named = ((name.replace(".f_a_proj.", ".f_proj.").replace(".g_a_proj.", ".gate_proj."), ours[name]) for name in ours)
+    return {name: each.affine(-1, 0) if name.endswith(".decay_rate") else each for name, each in named}
+
+
 FAMILY = Family(
     parse=parse,
     defaults={
@@ -81,7 +100,10 @@ FAMILY = Family(
         **dict.fromkeys(("group_norm_size", "num_kv_heads_for_linear_attn", "use_qk_norm"), "of lightning attention"),
         "max_window_layers": "no layer has a window",
         "moe_router_enable_expert_bias": "is there such a tensor? it is taken",
-        "moe_shared_expert_intermediate_size": "the width of one times their number",
+        **dict.fromkeys(
+            ("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"),
+            "the width of one times their number",
+        ),
     },
     names=Names(
         {"model.": "", "lm_head.": "lm_head.", "model.word_embeddings.": "embed_tokens."},
@@ -94,7 +116,7 @@ FAMILY = Family(
             ".final_layernorm.": ".shared_head.norm.",
         },
     ),
-    adapt=_kda.adapt,
+    adapt=adapt,
     restore=_kda.restore,
     head=HeadSpec(),
     mtp=MTPLayout(

@@ -32,10 +32,10 @@ SERVED = {"index_kpool_always_select_tail": True, "qk_rope_head_dim": 0, "attent
 
 
 def parse(config: Config) -> DecoderConfig:
-    keys.refuse_gguf(config, LLAMA_CPP)
+    gguf = config.get("model_type") == LLAMA_CPP
     config, tied = keys.text_config(config)
-    keys.refuse_others(config, SERVED)
-    config = _kda.linear_config(config)
+    keys.refuse_others(config, SERVED | ({"swiglu_limits_shared": config.get("swiglu_limits")} if gguf else {}))
+    config = _kda.of_gguf(config) if gguf else _kda.linear_config(config)
     linear = _kda.mixer(
         config, heads=number(config, "linear_num_heads"), dim=number(config, "linear_head_dim"),
         width=number(config, "linear_conv_kernel_dim"), low_rank=True,
@@ -71,7 +71,8 @@ def _kinds(config: Config) -> list[str]:
 
 
 def _latent_mixer(config: Config) -> MLAConfig:
-    nope, pool, top_k = number(config, "qk_nope_head_dim"), number(config, "index_kpool"), number(config, "index_topk")
+    nope = number(config, "qk_nope_head_dim", "qk_head_dim")  # the latter in GGUF files
+    pool, top_k = number(config, "index_kpool"), number(config, "index_topk")
     if top_k % pool or pool < 2:
         raise ModelError(f"config.json: index_topk is {top_k}, index_kpool {pool}", "pools of 2 or more must fit in")
     index = IndexSpec(
@@ -86,10 +87,16 @@ def _latent_mixer(config: Config) -> MLAConfig:
 
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
     """Family.adapt: the biases of a pool one after another."""
-    ours = _kda.adapt(tensors, config, from_gguf)
+    ours = {_pooled(name): each for name, each in _kda.adapt(tensors, config, from_gguf).items()}
     return ours | {
         name: each.shaped(math.prod(each.shape)) for name, each in ours.items() if name.endswith(".indexer.pool_bias")
     }
+
+
+def _pooled(name: str) -> str:
+    """The canonical name of a tensor in a GGUF file."""
+    name = name.replace(".indexer.compressor.gate_proj.weight", ".indexer.pool_gate")
+    return name.replace(".indexer.compressor.position_bias", ".indexer.pool_bias")
 
 
 def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
@@ -125,6 +132,7 @@ FAMILY = Family(
         **dict.fromkeys(("index_topk_freq", "index_skip_topk_offset", "index_topk_pattern"), "indexer_types says it"),
         **dict.fromkeys(("first_k_dense_replace", "full_attn_layers", "kda_layers"), "a list of layers says it"),
         "router_aux_loss_coef": "training only",
+        "layer_norm_eps": "of the indexer's norm, 1e-6 as in DeepSeek's code",
     },
     names=Names(
         WRAPPED,

@@ -43,6 +43,8 @@ def indexer_kinds(config: Config) -> list[str]:
         kinds = [LETTERS.get(letter, letter) for letter in pattern] if isinstance(pattern, str | list) else pattern
     if kinds is None:
         kinds = [FULL if max(i - offset + 1, 0) % every == 0 else SHARED for i in range(count)]
+    if isinstance(kinds, bool):  # of all layers of a GGUF file
+        kinds = [kinds] * count
     if isinstance(kinds, list):  # GGUF files say whether a layer is full
         kinds = [each if isinstance(each, str) else FULL if each else SHARED for each in kinds]
     if not isinstance(kinds, list) or len(kinds) < count or kinds[0] != FULL:

@@ -9,18 +9,18 @@ from typing import Any
 
 from headstart.errors import ModelError
 from headstart.heads.base import HeadSpec
+from headstart.kernels.ops import RawTensor
 from headstart.kernels.specs import StreamSpec
 from headstart.layers.build import DecoderConfig
 from headstart.layers.mla import MLAConfig
 from headstart.models import _latent, glm_moe_dsa, keys
 from headstart.models.base import Family
-from headstart.models.keys import Config, number, real
+from headstart.models.keys import Config, flag, number, real
 from headstart.models.mtp import MTPLayout
 from headstart.models.names import Names
 
 SERVED = {
     "enable_ihc": True, "attention_bias": False, "num_key_value_heads": None, "soft_logits_capping": False,
-    "rope_interleave": False,
 }  # fmt: skip
 LIMIT = 10.0
 
@@ -46,7 +46,7 @@ def parse(config: Config) -> DecoderConfig:
 
 def limited_activation(config: Config) -> Any:
     """Of routed experts: their activation with its inputs clamped to `swiglu_limit`; 0: not clamped."""
-    limit = config.get("swiglu_limit", LIMIT)
+    limit = config.get("swiglu_limits", config.get("swiglu_limit", LIMIT))  # the former in GGUF files
     if not limit:
         return keys.activation(config)
     if limit != LIMIT or keys.activation(config) != "silu":
@@ -55,8 +55,14 @@ def limited_activation(config: Config) -> Any:
     return "silu_of_10"
 
 
+def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
+    """Family.adapt: llama.cpp's name of gates."""
+    return {name.replace(".linear_attn.in_proj_z.", ".self_attn.gate_proj."): each for name, each in tensors.items()}
+
+
 def _mixer(config: Config) -> MLAConfig:
-    latent = _latent.mixer(keys.inside(config, {"rope_interleave": False}))
+    paired = flag(config, "rope_interleave")  # llama.cpp rotates features side by side, transformers two halves
+    latent = _latent.mixer(keys.inside(config, {"rope_interleave": paired, "indexer_rope_interleave": paired}))
     if latent.indexer is None:
         raise ModelError("config.json: index_topk is missing", "all layers of HY-V4 select positions")
     eps = real(config, "rms_norm_eps", 1e-5)
@@ -96,6 +102,7 @@ FAMILY = Family(
             ".self_attn.linear_gate.": ".self_attn.gate_proj.",
         },
     ),
+    adapt=adapt,
     head=HeadSpec(mask_first=True),
     mtp=MTPLayout(
         title="Hunyuan hy_v4", spare=1, served=1, max_modules=1,

@@ -7,12 +7,14 @@ before the final norm, and the first embedding is zero. Released checkpoints hav
 checkpoints of their own.
 """
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from headstart.errors import ModelError
+from headstart.formats.base import make_tensor
 from headstart.heads.base import HeadSpec
 from headstart.kernels.ops import SITU, Activation, RawTensor
 from headstart.layers.build import DecoderConfig
@@ -29,6 +31,10 @@ from headstart.models.names import SPARSE_BLOCK, WRAPPED, Names
 LLAMA_CPP = "kimi-k3"
 SERVED = {"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1}
 SITU_KEYS = dict(zip(("activation_situ_beta", "activation_situ_linear_beta"), SITU, strict=True))
+IN_GGUF = {
+    "hidden_act": "situ", "linear_full_gate": True, "mla_use_output_gate": True, "latent_moe_use_norm": True,
+}  # fmt: skip
+"""What llama.cpp takes for granted."""
 PARTS = {
     **SPARSE_BLOCK, **_kda.GATE,
     ".block_sparse_moe.routed_expert_down_proj.": ".mlp.fc1_latent_proj.",
@@ -39,8 +45,9 @@ PARTS = {
 
 
 def parse(config: Config) -> DecoderConfig:
-    keys.refuse_gguf(config, LLAMA_CPP)
     config, tied = keys.text_config(config)
+    if config.get("model_type") == LLAMA_CPP:
+        config = keys.inside(_kda.of_gguf(config), IN_GGUF)
     keys.refuse_others(config, SERVED)
     activation = _activation(config)
     config = kimi_linear.with_usual_keys(keys.inside(config, {"hidden_act": "silu"}))
@@ -88,8 +95,15 @@ def _in_bank(layer: LayerConfig, index: int, bank: ResidualBankConfig) -> LayerC
 
 
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """Family.adapt: decay rates of all heads. Files have one for each feature of a head; the first ones are read."""
+    """Family.adapt: decay rates of all heads. Files have one for each feature of a head; the first ones are read.
+    GGUF files have the products of the two parts of a residual's score."""
     ours = dict(tensors)
+    for name, tensor in tensors.items() if from_gguf else ():
+        if name.endswith("_res_proj.weight"):
+            size = math.prod(tensor.shape)
+            norm = name.replace("_proj.", "_norm.")
+            ours[name] = tensor.shaped(1, size)
+            ours[norm] = make_tensor(norm, (size,), "F32", np.ones(size, np.float32).view(np.uint8))
     for prefix, mixer in config.mixers(KDAConfig).items():
         name = f"{prefix}.self_attn.A_log"
         if (rates := tensors.get(name)) is not None and len(rates.shape) == 1:

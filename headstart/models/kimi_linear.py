@@ -24,9 +24,8 @@ THEIRS: Mapping[str, str] = {
 
 
 def parse(config: Config) -> DecoderConfig:
-    keys.refuse_gguf(config, LLAMA_CPP)
     keys.refuse_others(config, SERVED)
-    config = with_usual_keys(config)
+    config = _kda.of_gguf(config) if config.get("model_type") == LLAMA_CPP else with_usual_keys(config)
     kinds = _kda.kinds_of(config)
     if kinds is None:
         kinds = [_kda.FULL if i and i % 4 == 0 else _kda.LINEAR for i in range(keys.num_layers(config))]

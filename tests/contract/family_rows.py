@@ -80,7 +80,11 @@ ROWS: Mapping[str, FamilyRow] = {
         mtp=replace(
             DEEPSEEK, norm="{block}final_layernorm", config={**SPARSE, "layer_types": ["full_attention"]}),
         # transformers has linear layers behind the last whole group, vLLM and llama.cpp full ones
-        mtp_block=3, excluded=("num_hidden_layers",)),
+        mtp_block=3, excluded=("num_hidden_layers",),
+        llama_cpp={"num_key_value_heads": 4, "v_head_dim": 64},
+        released={
+            "no_kda_lora": True, "gated_attention_proj_granularity_type": "head_wise", "norm_topk_prob": True,
+            "moe_shared_expert_intermediate_size": 256}),
     "bailing_moe": FamilyRow(
         is_relative=True, trunk="glm4_moe", mtp=DEEPSEEK, has_deepseek_names=True, released={"norm_topk_prob": True}),
     "cohere2": FamilyRow(
@@ -214,7 +218,15 @@ ROWS: Mapping[str, FamilyRow] = {
         trunk="glm5_next_text",
         mtp=replace(
             DEEPSEEK, single_stream=True, config={**SPARSE, "layer_types": ["indexed_attention"], "hc_mult": 1}),
-        mtp_block=3, excluded=("head_dim", "num_key_value_heads", "attention_bias", "hidden_act", "num_hidden_layers")),
+        mtp_block=3, excluded=("head_dim", "num_key_value_heads", "attention_bias", "hidden_act", "num_hidden_layers"),
+        llama_cpp={
+            # llama.cpp knows four streams
+            "num_key_value_heads": 4, "v_head_dim": 64, "qk_rope_head_dim": 0, "linear_head_dim": 64,
+            "linear_num_heads": 4, "hc_mult": 4, "first_k_dense_replace": 1},
+        released={
+            "mla_use_nope": True, "norm_topk_prob": True, "scoring_func": "sigmoid", "swiglu_limit": 10.0,
+            "linear_attn_config": {
+                "num_heads": 4, "head_dim": 64, "short_conv_kernel_size": 4, "gate_lower_bound": -3.0}}),
     "glm_moe_dsa": FamilyRow(mtp=DEEPSEEK, mtp_block=2, llama_cpp=LATENT, released={"scoring_func": "sigmoid"}),
     "gpt_oss": FamilyRow(
         llama_cpp={
@@ -248,7 +260,7 @@ ROWS: Mapping[str, FamilyRow] = {
         mtp=replace(
             DEEPSEEK, block="model.mtp_layers.{i}.", norm="{block}final_layernorm", masks_first=True,
             single_stream=True, config={**SPARSE, "indexer_types": ["full"], "hc_mult": 1}),
-        mtp_block=2, excluded=("attention_bias", "hidden_act")),
+        mtp_block=2, excluded=("attention_bias", "hidden_act"), llama_cpp=LATENT, released={"swiglu_limit": 10.0}),
     "inkling": FamilyRow(
         mtp=MTPModule(  # vLLM 0.33 models/inkling/nvidia/mtp.py; transformers leaves the trunk's norm out
             block="model.mtp.layers.{i}.transformer_block.", layer="model.llm.layers.0.", hidden_first=True, norm="",
@@ -264,8 +276,22 @@ ROWS: Mapping[str, FamilyRow] = {
                 **SPARSE, "attn_res_block_size": None, "linear_attn_config": {
                     "full_attn_layers": [1], "kda_layers": [], "head_dim": 12, "num_heads": 5,
                     "short_conv_kernel_size": 4, "gate_lower_bound": -3.0, "use_full_rank_gate": True}}),
-        excluded=("head_dim", "num_key_value_heads", "attention_bias", "hidden_act", "num_hidden_layers")),
-    "kimi_linear": FamilyRow(excluded=("num_hidden_layers",)),  # all layers are listed
+        excluded=("head_dim", "num_key_value_heads", "attention_bias", "hidden_act", "num_hidden_layers"),
+        llama_cpp={
+            "num_key_value_heads": 4, "v_head_dim": 64, "routed_expert_hidden_size": 256,
+            "num_nextn_predict_layers": 0, "linear_attn_config": {
+                "full_attn_layers": [2, 4], "kda_layers": [1, 3], "head_dim": 64, "num_heads": 4,
+                "short_conv_kernel_size": 4, "gate_lower_bound": -3.0, "use_full_rank_gate": True}},
+        released={"mla_use_nope": True, "moe_renormalize": True, "moe_router_activation_func": "sigmoid"}),
+    "kimi_linear": FamilyRow(
+        # all layers are listed
+        excluded=("num_hidden_layers",),
+        llama_cpp={
+            # llama.cpp has no groups of experts and as many linear heads as others
+            **LATENT, "num_expert_group": 1, "topk_group": 1, "max_position_embeddings": 512, "linear_attn_config": {
+                "full_attn_layers": [2, 4], "kda_layers": [1, 3], "head_dim": 64, "num_heads": 4,
+                "short_conv_kernel_size": 4}},
+        released={"moe_router_activation_func": "sigmoid"}),
     "lfm2_moe": FamilyRow(released={"layer_types": ["conv", "full_attention", "conv"]}),
     "llama": FamilyRow(is_whole=True),
     "llama4": FamilyRow(
