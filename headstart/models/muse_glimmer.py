@@ -13,9 +13,14 @@ from headstart.models.keys import Config, number, real
 from headstart.models.names import WRAPPED, Names
 from headstart.models.small import Arrays
 
+LLAMA_CPP = "muse-glimmer"
+
 
 def parse(config: Config) -> DecoderConfig:
     config, tied = keys.text_config(config)
+    gguf = config.get("model_type") == LLAMA_CPP
+    if gguf:
+        config = _of_gguf(config)
     count, window = keys.num_layers(config), number(config, "sliding_window", default=2048)
     kinds = config.get("layer_types")
     if kinds is None:
@@ -30,7 +35,7 @@ def parse(config: Config) -> DecoderConfig:
     return keys.stack(
         config, windows=[window if kind == keys.SLIDING else 0 for kind in kinds], rotated=list(map(bool, thetas)),
         mixer={
-            "qk_norm": True, "qk_norm_unweighted": True, "gated": True,
+            "qk_norm": True, "qk_norm_unweighted": not gguf, "gated": True,
             "scale": real(config, "qk_scale_factor", 3.87) * head_dim**-0.5,
         },
         layer={"norms": "sandwich", "post_eps": real(config, "post_norm_eps", 1e-8)},
@@ -39,8 +44,21 @@ def parse(config: Config) -> DecoderConfig:
     )  # fmt: skip
 
 
+def _of_gguf(config: Config) -> Config:
+    """The keys of a GGUF file, in which the norm of queries has the factor on scores and layers with windows rotate."""
+    flags = keys.layer_flags(config, "sliding_window_pattern", config.get("sliding_window_pattern"))
+    theta = real(config, "rope_theta", 10000.0)
+    return keys.inside(config, {
+        "layer_types": [keys.SLIDING if each else keys.FULL for each in flags],
+        "layer_rope_theta": [theta if each else 0 for each in flags],
+        "qk_scale_factor": 1.0, "output_multiplier": config.get("logit_scale"),
+    })  # fmt: skip
+
+
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """The norms of layers as factors."""
+    """The norms of layers as factors, which GGUF files have, and llama.cpp's name of gates."""
+    if from_gguf:
+        return {name.replace(".linear_attn.in_proj_z.", ".self_attn.gate_proj."): tensors[name] for name in tensors}
     return {name: each.affine(1, 1) if _is_shifted(name) else each for name, each in tensors.items()}
 
 
@@ -68,7 +86,8 @@ FAMILY = Family(
     names=Names({**WRAPPED, **{f"{outer}{part}": None for outer in ("", "model.") for part in OUTSIDE}}),
     adapt=adapt,
     restore=restore,
-    aliases=("muse_glimmer_text",),
+    aliases=("muse_glimmer_text", LLAMA_CPP),
+    interleaved_rope=True,
     small={
         "model_type": "muse_glimmer_text", "architectures": ["MuseGlimmerForConditionalGeneration"], "head_dim": 16,
         "num_hidden_layers": 5, "sliding_window": 11, "post_norm_eps": 1e-3, "qk_scale_factor": 2.5,

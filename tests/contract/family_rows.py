@@ -394,7 +394,9 @@ ROWS: Mapping[str, FamilyRow] = {
             "muse_glimmer, kinds and rope by layer, as many kv heads": {
                 "model_type": "muse_glimmer_text", "num_hidden_layers": 3, "layer_types": [
                     "full_attention", "sliding_attention", "full_attention"], "layer_rope_theta": [10000.0, 0, 10000.0],
-                "num_key_value_heads": 6}}),
+                "num_key_value_heads": 6}},
+        # llama.cpp knows no other
+        llama_cpp={"post_norm_eps": 1e-8}),
     "nemotron_h": FamilyRow(
         mtp=MTPModule(
             block="mtp.layers.", layer="backbone.layers.", embedding_norm="mtp.layers.0.enorm",

@@ -9,7 +9,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from gguf_files import stacked, write_file
+from gguf_files import in_rope_order, stacked, write_file
 from support import family_of, model_at
 from test_checkpoints import logits_of
 from tiny_models import write_model
@@ -123,6 +123,30 @@ def gemma2_keys(config: Config) -> Config:
 
 def gemma2_names(arrays: Arrays, config: Config) -> Arrays:
     return {name: array + 1 if name.endswith("norm.weight") else array for name, array in arrays.items()}
+
+
+def muse_keys(config: Config) -> Config:
+    return sliding(config, [False, True, True, True, False]) | {
+        "attention.value_length": config["head_dim"], "logit_scale": config["output_multiplier"],
+        "final_logit_softcapping": config["final_logit_softcapping"], "rope.dimension_count": config["head_dim"],
+        "rope.freq_base": float(config["rope_theta"]),
+    }  # fmt: skip
+
+
+def muse_names(arrays: Arrays, config: Config) -> Arrays:
+    found, heads = dict[str, Any](), {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+    for name, array in arrays.items():
+        layer, part = (*name.split("."), "")[2], name.split(".")[-2]
+        if part in heads:
+            found[name] = in_rope_order(array, config[heads[part]])
+            factor = config["qk_scale_factor"] if part == "q_proj" else 1.0
+            found[f"blk.{layer}.attn_{part[0]}_norm.weight"] = np.full(config["head_dim"], factor, np.float32)
+        elif name.endswith("self_attn.gate_proj.weight"):
+            found[f"blk.{layer}.attn_gate.weight"] = array
+        else:
+            new = "output.weight" if part == "lm_head" else name
+            found[new] = array + 1 if name.endswith("layernorm.weight") else array
+    return found
 
 
 def indexer(config: Config) -> Config:
@@ -241,6 +265,7 @@ CONVERTED = {
     "deepseek_v32": Converted("deepseek32", latent_keys, latent_names, modules=1, table="glm-dsa"),
     "glm_moe_dsa": Converted("glm-dsa", latent_keys, latent_names, modules=1),
     "gemma2": Converted("gemma2", gemma2_keys, gemma2_names),
+    "muse_glimmer": Converted("muse-glimmer", muse_keys, muse_names, table="gemma2"),
     "step3p5": Converted("step35", step_keys, step_names, modules=3),
     "llama4": Converted("llama4", llama4_keys, llama4_names),
     "ernie4_5_moe": Converted("ernie4_5-moe", ernie_keys, ernie_names),
@@ -251,7 +276,7 @@ CONVERTED = {
 SAID: dict[str, Config] = {
     "deepseek_v4": {"compress_rates": None, "intermediate_size": 24}, "gemma2": {"query_pre_attn_scalar": 16},
     "llama4": {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1},
-    "step3p5": {"num_key_value_heads": 2},
+    "muse_glimmer": {"post_norm_eps": 1e-8}, "step3p5": {"num_key_value_heads": 2},
 }  # fmt: skip
 """What a family's files do not say, as llama.cpp takes it."""
 NEWER = {
