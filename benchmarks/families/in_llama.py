@@ -53,7 +53,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """Keys of one row."""
-NOT_BY_TRANSFORMERS = ("deepseek_v4", "glm5_next", "mimo_v2_flash", "step3p5")
+NOT_BY_TRANSFORMERS = ("deepseek_v4", "glm5_next", "mimo_v2_flash", "minimax_m3", "step3p5")
 """Families whose config the converter wants as released, not as transformers' class for it reads it."""
 NOT_THERE = ("deepseek_v41", "inkling", "longcat_flash", "mimo", "step5")
 """Families and rows that llama.cpp has no architecture for."""
@@ -78,13 +78,16 @@ class Agreement:
 
 
 GELU = ("gemma2", "gemma3", "gemma3n", "gemma4")
-APART = {"gemma3n": {"F32": 0.1, "F16": 1e-4}}
+APART = {"gemma3n": {"F32": 0.1, "F16": 1e-4}, "minimax_m3": {"F32": 2e-2}}
 """Limits of families that llama.cpp computes otherwise. Gemma 3n: it divides the variance of activations by their
-number less one, the model and headstart by their number. With its divisor headstart is 4e-3 from it here, else 4e-2."""
+number less one, the model and headstart by their number. With its divisor headstart is 4e-3 from it here, else 4e-2.
+MiniMax-M3: flash attention rounds to float16 (Muse-Glimmer with it: 5e-3)."""
 IN_FP4 = ("deepseek_v4",)
 """Families whose experts are MXFP4 in a file of any type: what those read llama.cpp rounds to 8 bits."""
-SELECTING = ("deepseek_v32", "glm5_next", "glm_moe_dsa", "hy_v4")
-"""Families whose rows read 11 or 15 of some 60 positions here: where rows are rounded to 8 bits they read others."""
+IN_FLASH = ("minimax_m3",)
+"""Families whose rows llama.cpp lets select blocks with flash attention alone."""
+SELECTING = ("deepseek_v32", "glm5_next", "glm_moe_dsa", "hy_v4", "minimax_m3")
+"""Families whose rows read 11 to 15 of some 60 positions here: where rows are rounded to 8 bits they read others."""
 
 
 def judged(name: str, kind: str, found: Mapping[str, Agreement]) -> tuple[float, bool]:
@@ -175,9 +178,11 @@ def quantize(source: Path, path: Path, kind: str, programs: Path) -> None:
         raise RuntimeError(f"llama-quantize {kind}: {(done.stderr + done.stdout).strip().splitlines()[-1][:120]}")
 
 
-def theirs(file: Path, prompt: list[int], vocab: int, programs: Path) -> tuple[list[int], NDArray[np.float64]]:
+def theirs(
+    file: Path, prompt: list[int], vocab: int, programs: Path, flash: str
+) -> tuple[list[int], NDArray[np.float64]]:
     """Greedy tokens of llama-server, and the log-probabilities [steps, V] that they were taken from."""
-    more = ["-c", "512", "-ctk", "f32", "-ctv", "f32", "-fa", "off", "--no-warmup"]
+    more = ["-c", "512", "-ctk", "f32", "-ctv", "f32", "-fa", flash, "--no-warmup"]
     server = LlamaServer(programs, file, 1, file.with_suffix(".log"), more)
     try:
         server.wait()
@@ -210,9 +215,11 @@ def ours(file: Path, tokens: list[int], first: int, backend: str) -> NDArray[np.
     return found
 
 
-def compare(file: Path, vocab: int, programs: Path, backends: tuple[str, ...]) -> dict[str, Agreement]:
+def compare(
+    file: Path, vocab: int, programs: Path, backends: tuple[str, ...], flash: str = "off"
+) -> dict[str, Agreement]:
     prompt = np.random.default_rng(7).integers(3, vocab, PROMPT).tolist()
-    chosen, expected = theirs(file, prompt, vocab, programs)
+    chosen, expected = theirs(file, prompt, vocab, programs, flash)
     found = {}
     for backend in backends:
         rows = ours(file, [*prompt, *chosen[:-1]], PROMPT - 1, backend)
@@ -240,5 +247,5 @@ def compare_all(
     for kind, file in files.items():
         if kind not in ("F32", "F16"):
             quantize(files["F32"], file, kind, programs)
-        found[kind] = compare(file, vocab, programs, ("reference", "native"))
+        found[kind] = compare(file, vocab, programs, ("reference", "native"), "on" if name in IN_FLASH else "off")
     return found

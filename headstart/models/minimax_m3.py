@@ -22,6 +22,7 @@ from headstart.models.keys import FULL, Config, number, real
 from headstart.models.mtp import MTPLayout
 from headstart.models.names import SPARSE_BLOCK, WRAPPED, Names
 
+LLAMA_CPP = "minimax-m3"
 INDEXED = "minimax_m3_sparse"
 SERVED = {
     "swiglu_alpha": 1.702, "swiglu_beta": 1.0, "swiglu_limit": 7.0, "use_gemma_norm": True,
@@ -31,6 +32,8 @@ SERVED = {
 
 def parse(config: Config) -> DecoderConfig:
     config, tied = keys.text_config(config)
+    if config.get("model_type") == LLAMA_CPP:
+        config = _of_gguf(config)
     keys.refuse_others(config, SERVED)
     mixer = keys.attention(config, qk_norm=True)
     experts = keys.experts(
@@ -49,6 +52,19 @@ def parse(config: Config) -> DecoderConfig:
     mixers = [indexed if each else mixer for each in flags]
     layers = keys.mixed_layers(keys.with_feed_kinds(config), mixers, dense, experts)
     return keys.decoder(config, layers, tied=tied, mtp_layer=keys.layer(config, indexed, experts))
+
+
+def _of_gguf(config: Config) -> Config:
+    """The keys of a GGUF file, in which layers with experts have an indexer. Raises ModelError."""
+    keys.refuse_others(config, {"norm_topk_prob": True})
+    inner, dense = number(config, "moe_intermediate_size"), number(config, "first_k_dense_replace", default=0, least=0)
+    sparse = [int(i >= dense) for i in range(keys.num_layers(config))]
+    return keys.inside(config, {
+        "num_local_experts": config.get("num_experts"), "dense_intermediate_size": config.get("intermediate_size"),
+        "intermediate_size": inner, "index_topk_blocks": config.get("index_topk"), "moe_layer_freq": sparse,
+        "shared_intermediate_size": inner * number(config, "n_shared_experts", default=0, least=0),
+        "sparse_attention_config": {"sparse_attention_freq": sparse},
+    })  # fmt: skip
 
 
 def _indexed(config: Config) -> list[bool]:
@@ -141,7 +157,7 @@ FAMILY = Family(
         title="MiniMax-M3", norm="1+w", count_key="num_mtp_modules",
         not_xllm="xLLM has no draft of this type", not_llama_cpp="its converter leaves the module out",
     ),
-    aliases=("minimax_m3_vl", "minimax_m3_text", "minimax_m3_vl_text"),
+    aliases=("minimax_m3_vl", "minimax_m3_text", "minimax_m3_vl_text", LLAMA_CPP),
     small={
         "model_type": "minimax_m3_vl_text", "architectures": ["MiniMaxM3SparseForCausalLM"], "intermediate_size": 24,
         "dense_intermediate_size": 80, "shared_intermediate_size": 20, "num_local_experts": 7,

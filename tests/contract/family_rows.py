@@ -367,6 +367,13 @@ ROWS: Mapping[str, FamilyRow] = {
             projections=("model.mtp.layers.{i}.eh_proj",), masks_first=True, recycles_normed=False,
             config={"moe_layer_freq": [1], "layer_types": ["minimax_m3_sparse"]}),
         modules=(0, 1, 0, 1), excluded=("hidden_act", "attention_bias"),
+        llama_cpp={
+            "intermediate_size": 256, "dense_intermediate_size": 512, "rotary_dim": 32, "index_n_heads": 2,
+            "num_mtp_modules": 0},
+        released={
+            "n_shared_experts": 1, "scoring_func": "sigmoid", "sparse_attention_config": {
+                "sparse_num_index_heads": 2, "sparse_index_dim": 128, "sparse_topk_blocks": 3, "sparse_block_size": 4,
+                "sparse_local_block": 1, "sparse_attention_freq": [0, 1, 1]}},
         variants={
             "one kv head": {"num_key_value_heads": 1, "sparse_attention_config": ONE_INDEX_HEAD},
             "wide odd heads": {

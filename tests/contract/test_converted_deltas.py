@@ -1,4 +1,4 @@
-"""Families with Kimi delta attention, and HY-V4, as llama.cpp b11434's converter writes them."""
+"""Families with Kimi delta attention, HY-V4 and MiniMax-M3, as llama.cpp b11434's converter writes them."""
 
 import re
 from dataclasses import replace
@@ -34,6 +34,7 @@ NAMES = {
     r"\.attn\.o_norm": ".ssm_norm", r"\.attn\.([fg]_[ab])_proj": r".ssm_\1", r"\.attn\.f_proj": ".ssm_f_a",
     r"\.attn\.([qkv])_conv1d": r".ssm_conv1d_\1", r"\.attn\.(linear_gate|g_proj)": ".attn_gate",
     r"\.attn\.(o_proj|dense)": ".attn_output", r"\.attn\.kv_a_proj_with_mqa": ".attn_kv_a_mqa",
+    r"\.attn\.index_": ".indexer.", r"\.attn\.([qk])_norm": r".attn_\1_norm",
     r"\.attn\.(kv|q)_a_layernorm": r".attn_\1_a_norm", r"\.attn\.(\w+)_proj": r".attn_\1",
     r"\.attn\.learnable_sink_param": ".attn_sinks.weight", r"\.attn\.indexer\.wq_b": ".indexer.attn_q_b",
     r"\.attn\.indexer\.wk": ".indexer.attn_k", r"\.attn\.indexer\.weights_proj": ".indexer.proj",
@@ -46,7 +47,7 @@ NAMES = {
     r"\.experts\.w3\.": ".experts.up_proj.", r"\.mlp\.experts\.(\w+)_proj": r".ffn_\1_exps",
     r"\.mlp\.shared_experts\.(\w+)_proj": r".ffn_\1_shexp", r"\.mlp\.routed_expert_(down|up)_proj": r".ffn_routed_\1",
     r"\.mlp\.routed_expert_norm": ".ffn_routed_norm", r"\.mlp\.(gate|up|down)_proj": r".ffn_\1",
-    r"\.mlp\.gate\.(e_score_correction\.bias|expert_bias)": ".exp_probs_b.bias", r"\.mlp\.gate\.": ".ffn_gate_inp.",
+    r"\.mlp\.(gate\.)?(e_score_correction.bias|expert_bias)": ".exp_probs_b.bias", r"\.mlp\.gate\.": ".ffn_gate_inp.",
     r"\.(eh_proj|enorm|hnorm)": r".nextn.\1", r"\.final_layernorm": ".layer_output_norm",
     r"\.weight\.weight$": ".weight",
 }  # fmt: skip
@@ -57,7 +58,7 @@ LINEAR_GATE = {"kimi_k3": "ssm_g", "bailing_hybrid": "ssm_g_a"}
 def names(arrays: Arrays, config: Config) -> Arrays:
     found: dict[str, Any] = {}
     linear = {name.split(".A_log")[0] for name in arrays if name.endswith(".A_log")}
-    for name, array in stacked(latent_names(arrays, config)).items():
+    for name, array in stacked(latent_names(arrays, config) if "kv_lora_rank" in config else arrays).items():
         short = name
         if name.endswith(".g_proj.weight") and name.removesuffix(".g_proj.weight") in linear:
             layer = name.split(".")[2]
@@ -129,6 +130,23 @@ def hy_keys(config: Config) -> Config:
     }  # fmt: skip
 
 
+def m3_keys(config: Config) -> Config:
+    return experts(config, "num_local_experts", inner="intermediate_size") | {
+        "feed_forward_length": config["dense_intermediate_size"], "leading_dense_block_count": 1,
+        "expert_shared_count": 1, "expert_weights_scale": float(config["routed_scaling_factor"]),
+        "expert_weights_norm": True, "expert_gating_func": SIGMOID, "rope.dimension_count": config["rotary_dim"],
+        "rope.freq_base": float(config["rope_theta"]), "attention.value_length": config["head_dim"],
+        "attention.indexer.head_count": config["index_n_heads"],
+        "attention.indexer.key_length": config["index_head_dim"],
+        "attention.indexer.top_k": config["index_topk_blocks"],
+        "attention.indexer.block_size": config["index_block_size"], "attention.indexer.local_blocks": 1,
+    }  # fmt: skip
+
+
+def m3_names(arrays: Arrays, config: Config) -> Arrays:
+    return names({name: array + name.endswith("norm.weight") for name, array in arrays.items()}, config)
+
+
 def of_kda(**more: Any) -> Config:
     full = {"full_attn_layers": [2, 4], "kda_layers": [1, 3], "head_dim": 12, "num_heads": 6}
     return {"linear_attn_config": {**full, "short_conv_kernel_size": 4, **more}, "max_position_embeddings": 512}
@@ -146,6 +164,10 @@ CONVERTED: dict[str, tuple[Converted, Config]] = {
         {"linear_num_heads": 6, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0},
     ),
     "bailing_hybrid": (Converted("bailingmoe3", ling_keys, names, modules=1, table="kimi-linear"), {}),
+    "minimax_m3": (
+        Converted("minimax-m3", m3_keys, m3_names, table="kimi-linear"),
+        {"shared_intermediate_size": 24, "num_mtp_modules": 0},
+    ),
     # llama.cpp rotates features side by side; files have one flag where all indexers are full
     "hy_v4": (
         Converted("hy_v4", hy_keys, names, table="kimi-linear"),
