@@ -56,8 +56,7 @@ FAMILY = Family(
         }
     ),
     head=HeadSpec(mask_first=True),
-    mtp=MTPLayout(title="Hunyuan hy_v3", llama_cpp=("hy-v3",)),
-    aliases=("hy-v3",),
+    mtp=MTPLayout(title="Hunyuan hy_v3", llama_cpp=("hy_v3",)),
     small={
         "model_type": "hy_v3", "architectures": ["HYV3ForCausalLM"], "moe_intermediate_size": 24, "num_experts": 7,
         "num_experts_per_tok": 3, "num_shared_experts": 1, "router_scaling_factor": 1.5, "route_norm": True,

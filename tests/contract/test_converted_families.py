@@ -260,7 +260,7 @@ def bailing_names(arrays: Arrays, config: Config) -> Arrays:
 CONVERTED = {
     "deepseek_v4": Converted("deepseek4", v4_keys, v4_names, table="deepseek2"),
     "exaone_moe": Converted("exaone-moe", exaone_moe_keys, exaone_moe_names, modules=1),
-    "hy_v3": Converted("hy-v3", sigmoid_keys, modules=1, table="exaone-moe"),
+    "hy_v3": Converted("hy_v3", sigmoid_keys, modules=1, table="exaone-moe"),
     "bailing_moe": Converted("bailingmoe2", sigmoid_keys, bailing_names, modules=1),
     "deepseek_v32": Converted("deepseek32", latent_keys, latent_names, modules=1, table="glm-dsa"),
     "glm_moe_dsa": Converted("glm-dsa", latent_keys, latent_names, modules=1),
@@ -275,6 +275,7 @@ CONVERTED = {
 
 SAID: dict[str, Config] = {
     "deepseek_v4": {"compress_rates": None, "intermediate_size": 24}, "gemma2": {"query_pre_attn_scalar": 16},
+    "hy_v3": {"first_k_dense_replace": 2},  # the tensors say it
     "llama4": {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1},
     "muse_glimmer": {"post_norm_eps": 1e-8}, "step3p5": {"num_key_value_heads": 2},
 }  # fmt: skip
