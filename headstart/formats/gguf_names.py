@@ -143,7 +143,8 @@ IMPLIED: Mapping[str, Mapping[str, float | None]] = {
     **dict.fromkeys(("exaone-moe", "bailingmoe2", "bailingmoe3", "deepseek32", "glm-dsa"), _EXPERTS),
     "glm5-next": {**_EXPERTS, "swiglu_limits": 0},
     "hy_v4": {**_EXPERTS, "swiglu_limits": 0, "rope_interleave": True},
-    "hy_v3": {**_EXPERTS, "mlp_layer_types": None},  # gguf._config derives it from the tensors
+    # gguf._config derives mlp_layer_types from the tensors
+    "hy_v3": {**_EXPERTS, "n_shared_experts": 1, "mlp_layer_types": None},
     "qwen3moe": {"norm_topk_prob": True},
     "lfm2": {"block_auto_adjust_ff_dim": False},
     "lfm2moe": {"norm_topk_prob": True, "routed_scaling_factor": 1.0, "first_k_dense_replace": 0},

@@ -184,11 +184,12 @@ def latent_names(arrays: Arrays, config: Config) -> Arrays:
 
 def sigmoid_keys(config: Config) -> Config:
     scale = config.get("router_scaling_factor") or config["routed_scaling_factor"]
-    dense = None if config["model_type"] == "hy_v3" else config["first_k_dense_replace"]  # its tensors alone tell
+    silent = config["model_type"] == "hy_v3"  # its tensors alone tell
     return experts(config, "num_experts") | {
         "expert_shared_feed_forward_length": config["moe_intermediate_size"] * config["num_shared_experts"],
-        "expert_shared_count": config["num_shared_experts"], "expert_gating_func": SIGMOID, "expert_weights_norm": True,
-        "expert_weights_scale": float(scale), "leading_dense_block_count": dense,
+        "expert_shared_count": None if silent else config["num_shared_experts"],
+        "expert_gating_func": SIGMOID, "expert_weights_norm": True, "expert_weights_scale": float(scale),
+        "leading_dense_block_count": None if silent else config["first_k_dense_replace"],
         "expert_group_count": config.get("n_group", 1), "expert_group_used_count": config.get("topk_group", 1),
         "rope.dimension_count": int(config["head_dim"] * config.get("partial_rotary_factor", 1)),
         "rope.freq_base": float(config["rope_theta"]),
