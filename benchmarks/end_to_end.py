@@ -95,8 +95,9 @@ def headstart_peers(args: argparse.Namespace) -> list[Peer]:
     more = ["--port", "{port}", "--threads", str(args.threads), "--max-model-len", "4096"]
     more += ["--no-enable-prefix-caching", "--no-shared-lookup"]
     plain = {"headstart plain": {"speculation": {"mode": "off"}}}
-    found = [Peer("headstart MTP", [*common, *more], {**plain, **rows("MTP")})]
-    found.append(Peer("headstart EAGLE-3", [*common, *more, "--head", args.eagle3], rows("EAGLE-3")))
+    heads = {"EAGLE-3": args.eagle3, "MTP": hub.HEADS / "smollm2-135m-mtp"}
+    found = [Peer(f"headstart {name}", [*common, *more, "--head", head], rows(name)) for name, head in heads.items()]
+    found[0].rows = {**plain, **found[0].rows}
     return found
 
 

@@ -36,7 +36,7 @@ DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/support.md")
 MARK = re.compile(r"(<!-- numbers: ([\w-]+) -->)(.*?)(<!-- /numbers -->)", re.DOTALL)
 HTTP = "over-http-against-llama-cpp-1"
 """The table with a row for each engine and drafter."""
-DEFAULT_ROW = "headstart MTP auto"
+DEFAULT_ROW = "headstart EAGLE-3 auto"
 """Of that table, what a user gets who sets nothing."""
 Results = dict[str, Any]
 
