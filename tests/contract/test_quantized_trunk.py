@@ -95,4 +95,4 @@ def test_a_stated_format_is_checked(tmp_path: Path) -> None:
     for folder, name in ((plain, "not quantized"), (write_model(tmp_path / "gptq", packed, arrays), "gptq")):
         with pytest.raises(UsageError, match=f"--quantization awq, but .* is {name}") as caught:
             LLM(str(folder), EngineConfig(quantization="awq"))
-        assert "leave --quantization out" in caught.value.hint
+        assert "leave it out" in caught.value.hint

@@ -115,4 +115,4 @@ def test_generate_prints_one_json_document() -> None:
     document = json.loads(done.stdout)
     assert set(document) == {"text", "token_ids", "finish_reason", "seed", "usage", "speculation", "timing"}
     assert document["usage"]["completion_tokens"] == len(document["token_ids"])
-    assert document["speculation"]["method"] in {"mtp", "ngram"}
+    assert document["speculation"]["method"] in {"eagle3", "ngram"}

@@ -38,7 +38,7 @@ def test_a_stream_says_what_the_whole_answer_says(client: OpenAI) -> None:
     assert chunks[-1].choices == []
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
     assert whole.usage.model_extra["seed"] == 7
-    assert whole.usage.model_extra["speculation"]["method"] == "mtp"
+    assert whole.usage.model_extra["speculation"]["method"] == "eagle3"
 
 
 def test_drafting_changes_nothing(client: OpenAI) -> None:
