@@ -13,7 +13,7 @@ import numpy as np
 
 from headstart import hub
 from headstart.core import Request, SamplingParams
-from headstart.engine.costs import TRIAL, CostCurve, Costs, CostSamples, lower_quartile
+from headstart.engine.costs import OUTLIER, TRIAL, CostCurve, Costs, CostSamples, lower_quartile
 from headstart.engine.engine import Engine
 
 MAX_SECONDS = 1.2  # time limit: no step starts later
@@ -31,8 +31,9 @@ MAX_REACH = 0.5
 """Upper bound of the extra cost of a pass at LONG, relative to a pass near position 0, against noise in the times."""
 MIN_SHARE = 0.3  # lower bound of Costs.prompt_share
 CHECKED_DEPTH, TOLERANCE, CHECK_SECONDS = 3, 0.15, 0.3
-"""Stored costs are confirmed once, at the next start: the ratio of a pass at CHECKED_DEPTH to a plain one must be the
-same within TOLERANCE. The check is skipped if it would take longer than CHECK_SECONDS."""
+"""Stored costs are confirmed once, at the next start: passes must take the stored time within costs.OUTLIER, and the
+ratio of a pass at CHECKED_DEPTH to a plain one must be the same within TOLERANCE. No step of the check starts later than
+CHECK_SECONDS."""
 FEW_ROWS, GROWTH = 8, 0.7
 """Experts of n tokens in a row are about n ** GROWTH times those of one: 1.62 and 2.5 times for 2 and 4 tokens
 (cohere.com/blog/mixture-of-experts-models-get-more-from-speculative-decoding)."""
@@ -47,7 +48,7 @@ class _Run:
     until: float  # deadline by time.perf_counter(), once something is measured
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     count: int = 0  # requests submitted so far
-    measured: bool = False
+    measured: bool = False  # something is measured: the deadline counts
 
     @property
     def is_late(self) -> bool:
@@ -206,12 +207,10 @@ def _save_record(path: Path, costs: Costs, identity: Mapping[str, Any], *, confi
 
 
 def _holds(engine: Engine, costs: Costs) -> bool | None:
-    """True if the ratio of a deeper pass to a plain pass matches the stored costs; None if unknown, because other
-    processes use the cores or the steps take too long."""
+    """True if plain and deeper passes match the stored costs; None if unknown, because other processes use the cores or
+    the steps take too long."""
     length, depth = max(min(PROMPT, engine.max_length // 4), 1), min(CHECKED_DEPTH, engine.drafting.max_depth)
-    if 2 * ROUNDS * (STEPS + WARM_UP) * costs.passes.at(1) > CHECK_SECONDS:
-        return None
-    run = _Run(engine, time.perf_counter() + CHECK_SECONDS)
+    run = _Run(engine, time.perf_counter() + CHECK_SECONDS, measured=True)
     _, measured = run.measure(1, [0, depth], length)
     engine.reset_stats()
     engine.drafting.clear()
@@ -222,4 +221,5 @@ def _holds(engine: Engine, costs: Costs) -> bool | None:
         factors.append(lower_quartile(seconds) / costs.passes.at(rows))
     if not factors:
         return None
-    return not costs.busy and max(factors) <= (1 + TOLERANCE) * min(factors)
+    is_alike = 1 / OUTLIER <= min(factors) and max(factors) <= OUTLIER
+    return not costs.busy and is_alike and max(factors) <= (1 + TOLERANCE) * min(factors)

@@ -110,3 +110,16 @@ def test_what_a_second_start_does_not_find_is_measured_again(
             costs = known_costs(engine, {"test": 2})
             assert machine.passes > passes
     assert machine.passes < 30 and costs.passes.at(4) / costs.passes.at(1) == pytest.approx(44 / 41, rel=0.01)
+
+
+@pytest.mark.slow
+def test_costs_of_an_overloaded_start_are_measured_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Passes were ten times slower then, in the same ratio."""
+    monkeypatch.setattr(hub, "cache_dir", lambda: tmp_path)
+    for pass_s, row_s in ((0.04, 0.002), (0.004, 0.0002)):
+        with monkeypatch.context() as patch:
+            Machine(engine, patch, pass_s, row_s)
+            costs = known_costs(engine, {"test": 3})
+    assert costs.passes.at(1) == pytest.approx(0.0042, rel=0.05)
