@@ -199,7 +199,7 @@ class EngineConfig:
         if self.depth == AUTO and self.rule == "rejection":  # drafts change its text, so depth must not follow a clock
             object.__setattr__(self, "depth", FIXED_DEPTH)
         _depth_table(self.depth_by_batch)
-        self._check_range("ngram_max", self.ngram_min, MAX_NGRAM, "it cannot be below --ngram-min")
+        self._check_range("ngram_max", self.ngram_min, MAX_NGRAM, "it cannot be below ngram_min")
         self._check_positive("kv_spill_gb", MAX_GB, "10 is the default")
         if self.gpu_memory_utilization is not None:
             self._check_positive("gpu_memory_utilization", 1, "for example 0.9")
