@@ -41,11 +41,16 @@ DRAFTER_WORDS = ("auto", "none")
 
 
 class OptionError(UsageError):
-    """The value of one field of EngineConfig is wrong. The message begins with the flag of the command line."""
+    """The value of one field of EngineConfig is wrong. The message begins with the field's flag. With `related`, another
+    field, the hint ends with that one's flag."""
 
-    def __init__(self, option: str, problem: str, hint: str = "") -> None:
-        super().__init__(flag_of(option) + problem, hint)
-        self.option, self.problem = option, problem
+    def __init__(self, option: str, problem: str, hint: str = "", related: str = "") -> None:
+        super().__init__(flag_of(option) + problem, f"{hint} {flag_of(related)}" if related else hint)
+        self.by_field = option + problem, f"{hint} {related}" if related else hint
+
+    def with_field_names(self) -> UsageError:
+        """The error of a caller in Python, who gave fields by name."""
+        return UsageError(*self.by_field)
 
 
 def _flag(
@@ -199,7 +204,7 @@ class EngineConfig:
         if self.depth == AUTO and self.rule == "rejection":  # drafts change its text, so depth must not follow a clock
             object.__setattr__(self, "depth", FIXED_DEPTH)
         _depth_table(self.depth_by_batch)
-        self._check_range("ngram_max", self.ngram_min, MAX_NGRAM, "it cannot be below ngram_min")
+        self._check_range("ngram_max", self.ngram_min, MAX_NGRAM, "it cannot be below", "ngram_min")
         self._check_positive("kv_spill_gb", MAX_GB, "10 is the default")
         if self.gpu_memory_utilization is not None:
             self._check_positive("gpu_memory_utilization", 1, "for example 0.9")
@@ -281,13 +286,13 @@ class EngineConfig:
         if not isinstance(value, int | float) or not 0 < value <= high:
             raise OptionError(name, f" is {value}, but must be above 0 and at most {high}", hint)
 
-    def _check_range(self, name: str, low: int | None, high: int | None, hint: str) -> None:
+    def _check_range(self, name: str, low: int | None, high: int | None, hint: str, related: str = "") -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise OptionError(name, f" is {value!r}, but must be a whole number", hint)
+            raise OptionError(name, f" is {value!r}, but must be a whole number", hint, related)
         if (low is not None and value < low) or (high is not None and value > high):
             bound = f"at least {low}" if high is None else f"between {low} and {high}"
-            raise OptionError(name, f" is {value}, but must be {bound}", hint)
+            raise OptionError(name, f" is {value}, but must be {bound}", hint, related)
 
 
 @lru_cache

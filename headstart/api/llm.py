@@ -174,7 +174,7 @@ class LLM:
         except OptionError as error:
             if not options:
                 raise
-            raise UsageError(error.option + error.problem, error.hint) from None
+            raise error.with_field_names() from None
         self.shared = SharedEngine(self.engine)
         if self.config.depth == AUTO and self.engine.drafting.drafter:
             self.engine.drafting.auto.costs = known_costs(self.engine, identity(self.model, self.config))

@@ -45,14 +45,14 @@ class _Run:
     """Runs and times steps with one number of sequences at a time."""
 
     engine: Engine
-    until: float  # deadline by time.perf_counter(), once something is measured
+    until: float  # deadline by time.perf_counter()
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     count: int = 0  # requests submitted so far
-    measured: bool = False  # something is measured: the deadline counts
+    deadline_counts: bool = False  # from the first measured pass on, if not before
 
     @property
     def is_late(self) -> bool:
-        return self.measured and time.perf_counter() > self.until
+        return self.deadline_counts and time.perf_counter() > self.until
 
     def measure(self, sequences: int, depths: Seq[int], length: int) -> tuple[CostSamples, CostSamples]:
         """Samples of the prompts' passes, and of decode steps at each depth, as far as time allows."""
@@ -69,7 +69,7 @@ class _Run:
                         return before, decoding
                     drafting.samples = decoding if step >= WARM_UP else CostSamples()
                     self.engine.step(_discard)
-                    self.measured |= bool(decoding.passes)
+                    self.deadline_counts |= bool(decoding.passes)
             return before, decoding
         finally:
             drafting.depth, drafting.samples = configured, None
@@ -210,7 +210,7 @@ def _holds(engine: Engine, costs: Costs) -> bool | None:
     """True if plain and deeper passes match the stored costs; None if unknown, because other processes use the cores or
     the steps take too long."""
     length, depth = max(min(PROMPT, engine.max_length // 4), 1), min(CHECKED_DEPTH, engine.drafting.max_depth)
-    run = _Run(engine, time.perf_counter() + CHECK_SECONDS, measured=True)
+    run = _Run(engine, time.perf_counter() + CHECK_SECONDS, deadline_counts=True)
     _, measured = run.measure(1, [0, depth], length)
     engine.reset_stats()
     engine.drafting.clear()

@@ -238,22 +238,25 @@ class Runner:
     def allocate(self, trunk: Network, memory: KVCacheManager, *, num_slots: int) -> None:
         """Allocates the pools of all networks. num_slots: KV slots of each pool."""
         self.memory, self.trunk = memory, NetworkHandle(trunk, -1)
-        states_cache = memory.states
         for handle in (self.trunk, *self.networks):
-            states: list[Pool] = []
-            if states_cache and handle is self.trunk:
-                sizes = states_cache.num_slots, states_cache.num_running, states_cache.num_kept
-                states = [self.backend.state_pool(*sizes, spec) for spec in trunk.state_specs]
+            states = self._state_pools(handle)
             kv = [self.backend.kv_pool(num_slots, spec) for spec in handle.network.kv_specs]
-            if handle is not self.trunk and (specs := handle.network.state_specs):
-                if states_cache is None:
-                    what = "a drafter's network cannot have recurrent layers beside a trunk without"
-                    raise ModelError(what, "use --drafter ngram")
-                count = 2 * states_cache.num_running  # see StateCacheManager.plan_head
-                states = [self.backend.state_pool(count, count, 0, spec) for spec in specs]
             width = stored_width(handle.network)
             hidden = self.backend.hidden_pool(num_slots, width) if width else (handle.source or self.trunk).pools.hidden
             self._prepare(handle, Pools(kv, states, hidden, self.trunk.pools.kv))
+
+    def _state_pools(self, handle: NetworkHandle) -> list[Pool]:
+        """Pools of a network's recurrent layers. Raises ModelError for a drafter's beside a trunk without such."""
+        specs, cache = handle.network.state_specs, self.memory.states
+        if not specs:
+            return []
+        if cache is None:
+            what = "a drafter's network cannot have recurrent layers beside a trunk without"
+            raise ModelError(what, "use --drafter ngram")
+        count = 2 * cache.num_running  # see StateCacheManager.plan_head
+        is_trunk = handle is self.trunk
+        sizes = (cache.num_slots, cache.num_running, cache.num_kept) if is_trunk else (count, count, 0)
+        return [self.backend.state_pool(*sizes, spec) for spec in specs]
 
     def _prepare(self, handle: NetworkHandle, pools: Pools) -> None:
         handle.pools, self.memory.reaches[handle.index] = pools, handle.receptive_field
