@@ -41,8 +41,8 @@ DRAFTER_WORDS = ("auto", "none")
 
 
 class OptionError(UsageError):
-    """The value of one field of EngineConfig is wrong. The message begins with the field's flag. With `related`, another
-    field, the hint ends with that one's flag."""
+    """The value of one field of EngineConfig is wrong. The message begins with its flag. With `related`, another field,
+    the hint ends with that one's flag."""
 
     def __init__(self, option: str, problem: str, hint: str = "", related: str = "") -> None:
         super().__init__(flag_of(option) + problem, f"{hint} {flag_of(related)}" if related else hint)
