@@ -1,6 +1,9 @@
 """`EngineConfig`: the single source of engine flags, their defaults and their documentation."""
 
 import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import Field, dataclass, field, fields
 from functools import cache, lru_cache
 from itertools import pairwise
@@ -8,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from headstart import registry
-from headstart.errors import UsageError
+from headstart.errors import HeadstartError, ParameterError, UsageError
 from headstart.files import user_path
 
 Quantization = Literal["int8", "int4"]
@@ -36,21 +39,8 @@ MAX_DEPTH = 16
 FIXED_DEPTH = 3  # depth where auto cannot be used
 MAX_GB = 10**6
 MAX_NGRAM = 1024
-DRAFTER_WORDS = ("auto", "none")
-"""Values of `drafter` that are no names: the best drafter of the model, and plain decoding."""
-
-
-class OptionError(UsageError):
-    """The value of one field of EngineConfig is wrong. The message begins with its flag. With `related`, another field,
-    the hint ends with that one's flag."""
-
-    def __init__(self, option: str, problem: str, hint: str = "", related: str = "") -> None:
-        super().__init__(flag_of(option) + problem, f"{hint} {flag_of(related)}" if related else hint)
-        self.by_field = option + problem, f"{hint} {related}" if related else hint
-
-    def with_field_names(self) -> UsageError:
-        """The error of a caller in Python, who gave fields by name."""
-        return UsageError(*self.by_field)
+_WORDS = {"backend": ("auto",), "drafter": ("auto", "none")}
+"""Fields whose values are names of plug-ins -> their values that are no names."""
 
 
 def _flag(
@@ -200,11 +190,11 @@ class EngineConfig:
             self._check(name)
         self._check_names()
         if self.synthetic_rates and self.rule != "exact":
-            raise OptionError("synthetic_acceptance", f" takes the place of --rule {self.rule}", "give one of them")
+            raise ParameterError("--synthetic-acceptance", f"takes the place of --rule {self.rule}", "give one of them")
         if self.depth == AUTO and self.rule == "rejection":  # drafts change its text, so depth must not follow a clock
             object.__setattr__(self, "depth", FIXED_DEPTH)
         _depth_table(self.depth_by_batch)
-        self._check_range("ngram_max", self.ngram_min, MAX_NGRAM, "it cannot be below", "ngram_min")
+        self._check_range("ngram_max", self.ngram_min, MAX_NGRAM, "it cannot be below --ngram-min")
         self._check_positive("kv_spill_gb", MAX_GB, "10 is the default")
         if self.gpu_memory_utilization is not None:
             self._check_positive("gpu_memory_utilization", 1, "for example 0.9")
@@ -213,22 +203,19 @@ class EngineConfig:
                 raise UsageError(what, "give one of them")
 
     def _check_names(self) -> None:
-        if self.backend != AUTO and self.backend not in (backends := registry.available("backends")):
-            raise self._unknown("backend", (AUTO, *backends))
-        if self.drafter not in DRAFTER_WORDS:
-            names = {*registry.available("drafters"), *registry.available("heads")}
-            if self.drafter not in names:
-                raise self._unknown("drafter", (*DRAFTER_WORDS, *sorted(names)))
+        for name, words in _WORDS.items():  # listing plug-ins takes 50 ms, so words come first
+            if getattr(self, name) not in words and getattr(self, name) not in _choices(name):
+                raise self._unknown(name)
         adapters = [name for name, _ in self.adapters]
         if twice := next((name for name in adapters if adapters.count(name) > 1), None):
-            raise OptionError("lora", f": two adapters are named {twice}", "give each a name of its own")
+            raise UsageError(f"--lora: two adapters are named {twice}", "give each a name of its own")
         if missing := next((path for _, path in self.adapters if not _exists(path)), None):
             hint = "give a PEFT directory or a GGUF adapter: NAME=PATH"
-            raise OptionError("lora", f": {missing} does not exist", hint)
+            raise UsageError(f"--lora: {missing} does not exist", hint)
         if self.mmproj is not None and not _is_file(self.mmproj):
-            raise OptionError("mmproj", f": {self.mmproj} is not a file", "give llama.cpp's mmproj-*.gguf")
+            raise UsageError(f"--mmproj: {self.mmproj} is not a file", "give llama.cpp's mmproj-*.gguf")
         if self.lookup_corpus is not None and not _is_file(self.lookup_corpus):
-            raise OptionError("lookup_corpus", f": {self.lookup_corpus} is not a file", "give a text file in UTF-8")
+            raise UsageError(f"--lookup-corpus: {self.lookup_corpus} is not a file", "give a text file in UTF-8")
 
     @property
     def adapters(self) -> list[tuple[str, str]]:
@@ -236,14 +223,15 @@ class EngineConfig:
         UsageError for other values than texts, and for an empty name or path."""
         given = () if self.lora is None else self.lora
         if not isinstance(given, tuple) or not all(isinstance(each, str) for each in given):
-            raise OptionError("lora", f" is {given!r}, but must be a list of texts", "such as ['sql=./sql-adapter']")
+            hint = "such as ['sql=./sql-adapter']"
+            raise ParameterError("--lora", f"is {given!r}, but must be a list of texts", hint)
         pairs = [each.partition("=") for each in given]
         found = [
             (name, path) if equals else (Path(name).name.removesuffix(".gguf"), name) for name, equals, path in pairs
         ]
         for name, path in found:
             if not name.strip() or not path.strip():
-                raise OptionError("lora", f": {name}={path} has no name or no path", "for example sql=./sql-adapter")
+                raise UsageError(f"--lora: {name}={path} has no name or no path", "for example sql=./sql-adapter")
         return found
 
     @property
@@ -264,35 +252,35 @@ class EngineConfig:
     def _check(self, name: str) -> None:
         """Raises UsageError for a value that the field's type, choices or range exclude."""
         value, item, kinds = getattr(self, name), config_fields()[name], _kinds()[name]
-        choices = tuple(choice for kind in kinds if get_origin(kind) is Literal for choice in get_args(kind))
+        choices = _literals(name)
         if value is None:
             if type(None) not in kinds:
-                raise OptionError(name, " is None, but must be given", f"its default is {item.default}")
+                raise ParameterError(flag_of(name), "is None, but must be given", f"its default is {item.default}")
         elif bool in kinds and not isinstance(value, bool):
-            raise OptionError(name, f" is {value!r}, but must be True or False")
+            raise ParameterError(flag_of(name), f"is {value!r}, but must be True or False")
         elif str in kinds and not isinstance(value, str):
-            raise OptionError(name, f" is {value!r}, but must be a text")
+            raise ParameterError(flag_of(name), f"is {value!r}, but must be a text")
         elif int in kinds and value not in choices:
             self._check_range(name, *item.metadata["range"])
         elif choices and value not in choices:
-            raise self._unknown(name, choices)
+            raise self._unknown(name)
 
-    def _unknown(self, name: str, known: tuple[str, ...]) -> OptionError:
-        hint = f"choose from: {', '.join(known)}"
-        return OptionError(name, f" is {getattr(self, name)!r}, which is unknown", hint)
+    def _unknown(self, name: str) -> ParameterError:
+        hint = f"choose from: {', '.join(_choices(name))}"
+        return ParameterError(flag_of(name), f"is {getattr(self, name)!r}, which is unknown", hint)
 
     def _check_positive(self, name: str, high: float, hint: str) -> None:
         value = getattr(self, name)
         if not isinstance(value, int | float) or not 0 < value <= high:
-            raise OptionError(name, f" is {value}, but must be above 0 and at most {high}", hint)
+            raise ParameterError(flag_of(name), f"is {value}, but must be above 0 and at most {high}", hint)
 
-    def _check_range(self, name: str, low: int | None, high: int | None, hint: str, related: str = "") -> None:
+    def _check_range(self, name: str, low: int | None, high: int | None, hint: str) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise OptionError(name, f" is {value!r}, but must be a whole number", hint, related)
+            raise ParameterError(flag_of(name), f"is {value!r}, but must be a whole number", hint)
         if (low is not None and value < low) or (high is not None and value > high):
             bound = f"at least {low}" if high is None else f"between {low} and {high}"
-            raise OptionError(name, f" is {value}, but must be {bound}", hint, related)
+            raise ParameterError(flag_of(name), f"is {value}, but must be {bound}", hint)
 
 
 @lru_cache
@@ -304,12 +292,12 @@ def _depth_table(text: str | None) -> tuple[tuple[int, int], ...]:
     try:
         rows = [tuple(row) for row in json.loads(text)]
     except (ValueError, RecursionError, TypeError):
-        what = f" is {text[:200]!r}, which is not a JSON list of lists"
-        raise OptionError("depth_by_batch", what, hint) from None
+        what = f"is {text[:200]!r}, which is not a JSON list of lists"
+        raise ParameterError("--depth-by-batch", what, hint) from None
     for row in rows:
         whole = len(row) == 3 and all(isinstance(value, int) and not isinstance(value, bool) for value in row)
         if not whole or not 1 <= row[0] <= row[1] or not 0 <= row[2] <= MAX_DEPTH:
-            raise OptionError("depth_by_batch", f" has the row {list(row)}, which is not [from, to, depth]", hint)
+            raise ParameterError("--depth-by-batch", f"has the row {list(row)}, which is not [from, to, depth]", hint)
     return tuple((row[0], row[2]) for row in sorted(rows))
 
 
@@ -322,10 +310,10 @@ def _rates(text: str | None) -> tuple[float, ...]:
     try:
         rates = tuple(float(word) for word in text.split(","))
     except ValueError:
-        raise OptionError("synthetic_acceptance", f" is {text!r}, which is not a list of numbers", hint) from None
+        raise ParameterError("--synthetic-acceptance", f"is {text!r}, which is not a list of numbers", hint) from None
     if not all(0 <= rate <= before for before, rate in pairwise((1.0, *rates))) or len(rates) > MAX_DEPTH:
         wanted = f"at most {MAX_DEPTH} rates between 0 and 1, none above the one before it"
-        raise OptionError("synthetic_acceptance", f" is {text}, but must be {wanted}", hint)
+        raise ParameterError("--synthetic-acceptance", f"is {text}, but must be {wanted}", hint)
     return rates
 
 
@@ -343,9 +331,55 @@ def _kinds() -> dict[str, tuple[Any, ...]]:
     }
 
 
+def _literals(name: str) -> tuple[str, ...]:
+    """The words of the field's type."""
+    return tuple(choice for kind in _kinds()[name] if get_origin(kind) is Literal for choice in get_args(kind))
+
+
+def _choices(name: str) -> tuple[str, ...]:
+    """The words that the field takes, names of plug-ins among them."""
+    if name == "drafter":
+        return (*_WORDS[name], *sorted({*registry.available("drafters"), *registry.available("heads")}))
+    return (*_WORDS[name], *registry.available("backends")) if name == "backend" else _literals(name)
+
+
 def flag_of(name: str) -> str:
     """The command-line flag of a field."""
     return f"--{name.replace('_', '-')}"
+
+
+_FLAG = re.compile(r"(?<![\w-])--(no-)?([a-z][a-z-]*[a-z])( [\w./][\w.=/-]*)?")
+
+
+@contextmanager
+def errors_with_keywords(*, wanted: bool = True) -> Iterator[None]:
+    """Rewrites errors for a caller in Python: `depth=3` for `--depth 3`. All errors name fields of EngineConfig by
+    flag, because a name such as `depth` could be an English word. wanted: False leaves errors as they are."""
+    try:
+        yield
+    except HeadstartError as error:
+        for name, text in vars(error).items() if wanted else ():
+            if isinstance(text, str):
+                setattr(error, name, _FLAG.sub(_as_keyword, text))
+        error.args = (error.message,)
+        raise
+
+
+def _as_keyword(match: re.Match[str]) -> str:
+    """The keyword argument for a flag and its value. The next word is a value if it holds a capital, digit, `.`, `/` or
+    `=`, or is one of the field's words."""
+    negated, name, after = match[1], match[2].replace("-", "_"), match[3] or ""
+    if negated and name == "mtp":
+        return f"depth=0{after}"
+    if name not in config_fields():
+        return match[0]
+    if negated:
+        return f"{name}=False{after}"
+    value = after.strip()
+    if value not in _choices(name) and not re.search("[A-Z0-9./=]", value):
+        return name + after
+    is_literal = re.fullmatch("[0-9.]+|[A-Z]+", value)  # a number, or a placeholder
+    return f"{name}={value if is_literal else repr(value)}"
 
 
 _SPECULATIVE_KEYS: dict[str, tuple[str, type]] = {  # key -> field of EngineConfig, type

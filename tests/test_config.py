@@ -1,10 +1,12 @@
+import pickle
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headstart.config import EngineConfig, config_fields, flag_of, parse_speculative_config
-from headstart.errors import UsageError
+from headstart.config import EngineConfig, config_fields, errors_with_keywords, flag_of, parse_speculative_config
+from headstart.errors import ParameterError, UsageError
 from headstart.files import read_text
 
 
@@ -28,6 +30,25 @@ def test_every_field_has_a_default_a_flag_and_a_doc() -> None:
 def test_a_value_out_of_range_names_flag_and_value(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         EngineConfig(**values)
+
+
+@pytest.mark.parametrize(("text", "keywords"), [
+    ("--depth is 3, but goes to 2", "depth is 3, but goes to 2"),
+    ("--depth 3, or --max-model-len if it fits", "depth=3, or max_model_len if it fits"),
+    ("use --backend native; or --quantization int4", "use backend='native'; or quantization='int4'"),
+    ("attach --head DIR, or --no-mtp, or --drafter ngram", "attach head=DIR, or depth=0, or drafter='ngram'"),
+    ("with --head ./a-b, --kv-spill-gb 0.5", "with head='./a-b', kv_spill_gb=0.5"),
+    ("--lora NAME=PATH (--no-enable-prefix-caching)", "lora='NAME=PATH' (enable_prefix_caching=False)"),
+    ("--kv-spill: cannot write a--depth", "kv_spill: cannot write a--depth"),
+    ("headstart train --kind mtp --out HEAD", "headstart train --kind mtp --out HEAD"),
+])  # fmt: skip
+def test_errors_name_options_as_python_does(text: str, keywords: str) -> None:
+    with pytest.raises(ParameterError) as refused, errors_with_keywords():
+        raise ParameterError("--seed", text, text)
+    error = pickle.loads(pickle.dumps(refused.value))
+    assert (error.param, error.message, error.hint) == ("seed", f"seed {keywords}", keywords)
+    with pytest.raises(UsageError, match=re.escape(f"{text} (hint: {text})")), errors_with_keywords(wanted=False):
+        raise UsageError(text, text)
 
 
 def test_adapters_have_names(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence as Seq
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
 from itertools import count
@@ -23,7 +24,7 @@ from headstart.api.images import (
     with_placeholders,
 )
 from headstart.api.session import Completion, Session, TextDelta, gather
-from headstart.config import AUTO, EngineConfig, OptionError, config_fields
+from headstart.config import AUTO, EngineConfig, config_fields, errors_with_keywords
 from headstart.core import Progress, Request, SamplingParams, no_progress, token_mask
 from headstart.engine.build import build_engine, change_head, identity
 from headstart.engine.calibrate import known_costs
@@ -167,15 +168,12 @@ class LLM:
         if not isinstance(cache_bytes, int | None):
             raise UsageError(f"cache_bytes is {cache_bytes!r}", "give a number of bytes")
         name = os.fspath(model) if isinstance(model, os.PathLike) else model
-        try:
+        self._by_keyword = config is None or bool(options)  # else options may come from a command line
+        with self._named_errors():
             self.config = make_config(config, options)
             self.model = name if isinstance(name, Model) else load_model(name, self.config, progress)
             self.engine = build_engine(self.model, self.config, cache_bytes)
-        except OptionError as error:
-            if not options:
-                raise
-            raise error.with_field_names() from None
-        self.shared = SharedEngine(self.engine)
+        self.shared = SharedEngine(self.engine, self._named_errors)
         if self.config.depth == AUTO and self.engine.drafting.drafter:
             self.engine.drafting.auto.costs = known_costs(self.engine, identity(self.model, self.config))
         self.tokenizer = self.model.tokenizer
@@ -228,12 +226,18 @@ class LLM:
         self._check_open()
         return {name: adapter.path for name, adapter in self.engine.adapters.loaded.items()}
 
+    def _named_errors(self) -> AbstractContextManager[None]:
+        """Errors inside name options as the LLM's caller did: by keyword or by flag."""
+        return errors_with_keywords(wanted=self._by_keyword)
+
     def load_adapter(self, name: str, path: str | os.PathLike[str], *, replace: bool = False) -> None:
         """Load a LoRA adapter: a PEFT directory or a GGUF file. Requests may name it from then on. replace: it may take
         the name of a loaded adapter, which running requests still use. Raises ModelError for an adapter that does not
         fit the model, UsageError for a name in use."""
         self._check_open()
-        engine, fitted = self.engine, self.engine.adapters.fit(Path(path))
+        engine = self.engine
+        with self._named_errors():
+            fitted = engine.adapters.fit(Path(path))
         self.shared.call(lambda: engine.adapters.add(name, fitted, engine.adapter_slots_in_use, replace=replace))
 
     def unload_adapter(self, name: str) -> None:
@@ -249,9 +253,10 @@ class LLM:
         """Draft with the head at `path` (None: the model's own) from the next step on. Outputs do not change. Must be
         called in the engine's thread. Raises UsageError or ModelError, and then keeps the old head."""
         self._check_open()
-        config = replace(self.config, head=path)
-        model = with_head(self.model, config)
-        change_head(self.engine, model, config)
+        with self._named_errors():
+            config = replace(self.config, head=path)
+            model = with_head(self.model, config)
+            change_head(self.engine, model, config)
         self.model, self.config = model, config
 
     @property
@@ -372,6 +377,8 @@ class LLM:
         allowed, stop_ids = params.allowed_token_ids, self._stop_ids(params, is_constrained=spec is not None)
         if lora is None:
             lora = next((name for name, _ in self.config.adapters), "")
+        with self._named_errors():
+            adapter = self.engine.adapters.find(lora) if lora else None
         encoded = self.encode_prompt(prompt, images, raw=raw)
         return Request(
             request_id=f"request-{next(self._ids)}",
@@ -385,7 +392,7 @@ class LLM:
             allowed=None if allowed is None else token_mask(allowed, size),
             depth=depth,
             constraint=None if spec is None else self.grammars.compile(spec),
-            adapter=self.engine.adapters.find(lora) if lora else None,
+            adapter=adapter,
         )
 
     def _stop_ids(self, params: SamplingParams, *, is_constrained: bool) -> frozenset[int]:

@@ -14,7 +14,7 @@ from headstart import hub, machine, registry
 from headstart.cache.blocks import STATE, TRUNK, BlockPart
 from headstart.cache.kv_cache import KVCacheManager
 from headstart.cache.recurrent import StateCacheManager
-from headstart.config import AUTO, MAX_DEPTH, EngineConfig, OptionError
+from headstart.config import AUTO, MAX_DEPTH, EngineConfig
 from headstart.drafters.base import Drafter, DraftVocabulary, TargetModel, TextLookup
 from headstart.drafters.ngram import SharedLookup
 from headstart.engine.adapters import Adapters
@@ -24,7 +24,7 @@ from headstart.engine.load import Model
 from headstart.engine.runner import Runner
 from headstart.engine.vision import VisionEncoder
 from headstart.engine.vocabulary import can_sketch, find_sketch, num_exact, reduced_vocabulary
-from headstart.errors import ModelError, UsageError
+from headstart.errors import ModelError, ParameterError, UsageError
 from headstart.files import content_digest, read_text, user_path
 from headstart.heads.base import states_of
 from headstart.heads.draft_model import DraftModel
@@ -62,8 +62,8 @@ def build_engine(model: Model, config: EngineConfig, max_bytes: int | None = Non
     corpus = _lookup_corpus(model, config.lookup_corpus) if drafter_type else None
     drafter = drafter_type.attach(_target(model, config, runner, vocabulary, corpus)) if drafter_type else None
     if drafter and config.depth != AUTO and config.depth > drafter.max_depth:
-        what = f" is {config.depth}, but drafter {method} goes to {drafter.max_depth} at most"
-        raise OptionError("depth", what, f"use {drafter.max_depth} or less")
+        what = f"is {config.depth}, but drafter {method} goes to {drafter.max_depth} at most"
+        raise ParameterError("--depth", what, f"use {drafter.max_depth} or less")
     tap = drafter.tap if drafter else None
     trunk = DecoderNetwork(
         model.decoder, tap, tap_width(tap, model.config.hidden_size, model.config.num_streams),
@@ -110,7 +110,7 @@ def change_head(engine: Engine, model: Model, config: EngineConfig) -> None:
     drafting, runner = engine.drafting, engine.runner
     drafter_type = select_drafter(model, config)[0]
     if model.head is None or drafter_type is None or not drafting.has_head:
-        raise UsageError("no head drafts here", "start without --no-mtp, --depth 0 and --drafter")
+        raise UsageError("no head drafts here", "start with --drafter auto and --depth auto")
     # a head with its own draft vocabulary (as `adapt` makes them) ignores --draft-vocab N
     vocabulary = (
         DraftVocabulary() if model.head.draft_token_ids is not None else reduced_vocabulary(model, config.draft_vocab)
@@ -167,7 +167,7 @@ def _lookup_corpus(model: Model, name: str | None) -> TextLookup | None:
         return None
     tokens = model.tokenizer.encode(read_text(name, "give a text file", "--lookup-corpus"))
     if len(tokens) > MAX_CORPUS:
-        raise OptionError("lookup_corpus", f": {name} has {len(tokens)} tokens", f"use a file of at most {MAX_CORPUS}")
+        raise UsageError(f"--lookup-corpus: {name} has {len(tokens)} tokens", f"use a file of at most {MAX_CORPUS}")
     return SharedLookup.of_corpus(tokens)
 
 
@@ -198,7 +198,7 @@ def context_length(model: Model, config: EngineConfig) -> int:
     """Maximum prompt plus output tokens. Raises UsageError for more than the model's context."""
     limit = model.config.max_length
     if config.max_model_len is not None and config.max_model_len > limit:
-        raise OptionError("max_model_len", f" is {config.max_model_len}, but the model's context is {limit}")
+        raise ParameterError("--max-model-len", f"is {config.max_model_len}, but the model's context is {limit}")
     return config.max_model_len or limit
 
 
@@ -228,16 +228,16 @@ def _allocate_cache(
     default = max(min(config.max_num_seqs * blocks_per_sequence, affordable), blocks_per_sequence)
     num_blocks = config.kv_blocks or default
     if num_blocks * config.block_size < max_length:
-        raise OptionError(
-            "kv_blocks",
-            f" {num_blocks} of {config.block_size} tokens hold less than one sequence of {max_length}",
+        raise ParameterError(
+            "--kv-blocks",
+            f"{num_blocks} of {config.block_size} tokens hold less than one sequence of {max_length}",
             f"give at least {blocks_per_sequence} blocks, or a shorter context",
         )
     wanted, available = num_blocks * (block_bytes + BLOCK_RECORD), _total_memory(device) or free
     if wanted > available and config.kv_blocks:
-        raise OptionError(
-            "kv_blocks",
-            f" {num_blocks} take {wanted / 1e9:.1f} GB, but there are {available / 1e9:.1f} GB",
+        raise ParameterError(
+            "--kv-blocks",
+            f"{num_blocks} take {wanted / 1e9:.1f} GB, but there are {available / 1e9:.1f} GB",
             f"{max(budget // block_bytes, 1)} blocks take {MEMORY_SHARE[device]:.0%} of what is free: the default",
         )
     memory = KVCacheManager(num_blocks, config.block_size, prefix_caching=config.enable_prefix_caching, states=states)

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 
 from headstart import hub, machine, registry
-from headstart.config import AUTO, EngineConfig, OptionError
+from headstart.config import AUTO, EngineConfig
 from headstart.core import Progress, no_progress
 from headstart.engine.matching import Matching, match
-from headstart.errors import CapacityError, ModelError, UsageError
+from headstart.errors import CapacityError, ModelError, ParameterError, UsageError
 from headstart.files import user_path
 from headstart.formats import config_alone, open_checkpoint
 from headstart.formats.base import Checkpoint, in_int4, widened
@@ -280,7 +280,7 @@ def load_model(
             backend.loaded(partly=True)
     found, network, no_tower = load_vision(checkpoint, loaded.family, loaded.config, backend)
     if config.mmproj is not None and no_tower:
-        raise OptionError("mmproj", f": {no_tower}")
+        raise UsageError(f"--mmproj: {no_tower}")
     model = Model(
         name=name or hub.DEFAULT_MODEL, checkpoint=checkpoint, family=loaded.family,
         config=loaded.config if heads.num_modules is None else replace(loaded.config, num_mtp=heads.num_modules),
@@ -327,9 +327,9 @@ def check_format(checkpoint: Checkpoint, config: EngineConfig) -> None:
         return
     name = "gguf" if checkpoint.format == "gguf" else declared_name(checkpoint.config)
     if name != config.quantization:
-        raise OptionError(
-            "quantization",
-            f" {config.quantization}, but {checkpoint.name} is {name or 'not quantized'}",
+        raise ParameterError(
+            "--quantization",
+            f"{config.quantization}, but {checkpoint.name} is {name or 'not quantized'}",
             "leave it out" + ("" if name else "; int8 and int4 round the weights at load"),
         )
 

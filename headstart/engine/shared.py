@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -107,8 +108,9 @@ class Listener(Protocol):
 class SharedEngine:
     """An engine behind a fair lock. An inbox belongs to one thread; other threads' steps advance its requests."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self._lock = engine, FairLock()
+    def __init__(self, engine: Engine, named_errors: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        """named_errors: makes a context in which errors have the callers' names of options."""
+        self.engine, self._lock, self._named_errors = engine, FairLock(), named_errors
         self.inboxes: dict[str, Inbox] = {}  # by request id
         self.listeners: list[Listener] = []
 
@@ -125,7 +127,7 @@ class SharedEngine:
 
     def submit(self, request: Request, inbox: Inbox | None = None, history: Iterable[Delta] = ()) -> list[Sequence]:
         """Submits a request. inbox: receives its deltas; None: the listeners do. history, errors: see Engine.submit."""
-        with self._lock:
+        with self._named_errors(), self._lock:
             sequences = self.engine.submit(request, tuple(history))
             if inbox is not None:
                 inbox.names.append(request.request_id)

@@ -19,11 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart import hub
-from headstart.config import OptionError
 from headstart.core import Request, Rows, SamplingParams, Sequence, StepPlan
 from headstart.drafters.base import DraftVocabulary
 from headstart.engine.engine import Engine
 from headstart.engine.load import Model
+from headstart.errors import ParameterError
 from headstart.formats.base import Tensor, make_tensor
 from headstart.formats.rows import Deferred
 from headstart.heads.base import STATES, BlockSpec, Head, HeadNetwork
@@ -102,9 +102,10 @@ def reduced_vocabulary(model: Model, wanted: int | str) -> DraftVocabulary:
         return DraftVocabulary()
     vocab = model.config.vocab_size
     if why := _why_fixed(model.head):
-        raise OptionError("draft_vocab", f" is {wanted}, but {why}", "leave it out")
+        raise ParameterError("--draft-vocab", f"is {wanted}, but {why}", "leave it out")
     if wanted > vocab:
-        raise OptionError("draft_vocab", f" is {wanted}, but the model has {vocab} tokens", "full drafts all of them")
+        what = f"is {wanted}, but the model has {vocab} tokens"
+        raise ParameterError("--draft-vocab", what, "full drafts all of them")
     ends = sorted(token for token in model.tokenizer.eos_ids if wanted <= token < vocab)[:wanted]
     return DraftVocabulary(np.array([*range(wanted - len(ends)), *ends], np.int64))
 

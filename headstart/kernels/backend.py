@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from headstart import registry
-from headstart.config import AUTO, EngineConfig, OptionError
-from headstart.errors import UsageError
+from headstart.config import AUTO, EngineConfig, flag_of
+from headstart.errors import ParameterError, UsageError
 from headstart.kernels.ops import Backend
 
 ORACLE = "reference"
@@ -88,4 +88,5 @@ def _check_flags(config: EngineConfig, chosen: BackendKind, kinds: dict[str, Bac
             if (value := getattr(config, field)) is not None and value is not False:
                 refusal = kind.limits(config)
                 hint = refusal[0] if refusal else "use --backend auto"
-                raise OptionError(field, f"{'' if value is True else f' {value}'} needs the {other} backend", hint)
+                what = f"{'' if value is True else f'{value} '}needs the {other} backend"
+                raise ParameterError(flag_of(field), what, hint)

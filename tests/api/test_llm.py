@@ -526,6 +526,24 @@ def test_as_vllm_has_it() -> None:
         with pytest.raises(UsageError, match=f"^{list(options)[-1]} is") as refused:
             LLM(MODELS["random"](FAMILY), **options)
         assert "--" not in str(refused.value)
+    with pytest.raises(UsageError, match="attach one with head=DIR, or use the drafter mtp, or depth=0"):
+        LLM(MODELS["random"](FAMILY), drafter="medusa")
+
+
+@pytest.mark.parametrize(("by_keyword", "hints"), [
+    (True, ("raise max_model_len if", "load one: lora='NAME=PATH'")),
+    (False, ("raise --max-model-len if", "load one: --lora NAME=PATH")),
+])  # fmt: skip
+def test_hints_name_options_as_the_caller_did(by_keyword: bool, hints: tuple[str, str]) -> None:
+    options: dict[str, Any] = {"depth": 2, "max_model_len": 64, "threads": 1, "kv_blocks": 40}
+    given = options if by_keyword else {"config": EngineConfig(**options)}
+    with LLM(MODELS["random"](FAMILY), **given) as each:
+        too_long = [5] * 70
+        for call in (each.generate, each.stream):
+            with pytest.raises(CapacityError, match=hints[0]):
+                next(iter(call([too_long] if call == each.generate else too_long)))
+        with pytest.raises(UsageError, match=hints[1]):
+            each.generate("the thing", lora="sql")
 
 
 def test_a_schema_is_a_constraint() -> None:

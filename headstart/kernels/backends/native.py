@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from headstart import machine
-from headstart.config import EngineConfig, OptionError
+from headstart.config import EngineConfig
+from headstart.errors import ParameterError
 from headstart.kernels.backend import BackendKind
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ def open_native(config: EngineConfig, files: tuple[Path, ...]) -> "NativeBackend
     cache = PackedCache.open(key_of(files, config.rounding) if files else None, in_file=in_file)
     threads, cores = config.threads or machine.threads().usable, machine.threads().cores
     if threads > max(MAX_THREADS_PER_CORE * cores, MIN_THREAD_LIMIT):
-        what = f" is {threads}, but this machine has {cores} cores: they would only wait for each other"
-        raise OptionError("threads", what, "leave it out: it is what affinity and quota allow")
+        what = f"is {threads}, but this machine has {cores} cores: they would only wait for each other"
+        raise ParameterError("--threads", what, "leave it out: it is what affinity and quota allow")
     return NativeBackend(
         threads=threads, quantization=config.rounding, kv_dtype=config.kv_cache_dtype,
         portable_bits=config.portable_bits, cache=cache,

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal
 
-from headstart.config import Numa, OptionError
+from headstart.config import Numa
+from headstart.errors import ParameterError
 from headstart.machine import Node
 
 Group = tuple[int, int, tuple[int, ...]]
@@ -38,8 +39,8 @@ def choose_placement(threads: int, numa: Numa | None, nodes: Sequence[Node], quo
     if numa == "off":
         return ThreadPlacement(why="off")
     if is_requested and threads < len(nodes):
-        what = f" {numa} needs a thread on each of {len(nodes)} nodes, but there are {threads}"
-        raise OptionError("numa", what, "use more threads, or leave it out")
+        what = f"{numa} needs a thread on each of {len(nodes)} nodes, but there are {threads}"
+        raise ParameterError("--numa", what, "use more threads, or leave it out")
     if threads < len(nodes) or (quota is not None and not is_requested):
         why = "fewer threads than nodes" if threads < len(nodes) else f"a quota of {quota:g} cores"
         return ThreadPlacement(why=f"{why}: threads run where the system puts them")
