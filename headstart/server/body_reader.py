@@ -23,10 +23,11 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
+from starlette.types import Receive
 
 from headstart.errors import BusyError
 from headstart.server import limits
-from headstart.server.errors import BodyError
+from headstart.server.errors import BodyError, ClientGone
 
 Result = TypeVar("Result")
 Model = TypeVar("Model", bound=BaseModel)
@@ -51,10 +52,6 @@ _COUNTED = (
     ((b":",), limits.MEMBERS, "members of objects"),
     ((b"[", b"{"), limits.CONTAINERS, "lists and objects"),
 )  # marks, maximum number of them, and the words for the error
-
-
-class ClientGone(Exception):
-    """The client hung up."""
 
 
 @dataclass
@@ -176,6 +173,24 @@ async def _discard(request: Request) -> None:
                 pass
 
 
+async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`. If the client disconnects first, cancels `work` and raises ClientGone."""
+    task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return await task
+    finally:
+        gone.cancel()
+        task.cancel()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 def _too_large() -> HTTPException:
     return HTTPException(413, f"the body is larger than {limits.BODY_BYTES} bytes", CLOSE)
 
@@ -195,10 +210,7 @@ class CheckedRoute(APIRoute):
             reader: BodyReader = state.body_reader
             _check_type(request)
             with reader.incoming() as incoming:
-                try:
-                    data = await reader.body(request, incoming)
-                except ClientGone:
-                    return Response(status_code=499)
+                data = await reader.body(request, incoming)
                 request.state.incoming = incoming
                 async with state.deadline(incoming):
                     body = await reader.pools.run(pool_of(incoming), parse_body, data, model)

@@ -7,7 +7,7 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 from headstart.errors import BusyError, HeadstartError, LimitError, ParameterError, UsageError, status_of
@@ -15,11 +15,16 @@ from headstart.params import names_in
 from headstart.server import limits
 
 log = logging.getLogger("headstart.server")
+CLIENT_GONE = 499  # nginx's status for a closed connection; clients never see it
 
 ERROR_TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 413: "request_too_large",
     429: "rate_limit_error",
 }  # fmt: skip
+
+
+class ClientGone(Exception):
+    """The client has disconnected."""
 
 
 class BodyError(UsageError):
@@ -75,6 +80,7 @@ def install_handlers(app: FastAPI) -> None:
     """Turn every exception of an endpoint into an error response."""
     app.add_exception_handler(HeadstartError, _handle_user_error)  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, _handle_http_error)  # type: ignore[arg-type]
+    app.add_exception_handler(ClientGone, lambda request, error: Response(status_code=CLIENT_GONE))
     app.add_exception_handler(Exception, _handle_bug)
 
 

@@ -2,10 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -14,8 +14,8 @@ from starlette.types import Receive, Scope, Send
 
 from headstart.errors import GenerationError, HeadstartError, TimeLimitError, UsageError
 from headstart.server.accounts import Account
-from headstart.server.body_reader import BodyReader, IncomingBody, pool_of
-from headstart.server.errors import BodyError
+from headstart.server.body_reader import BodyReader, IncomingBody, cancel_on_disconnect, pool_of
+from headstart.server.errors import BodyError, ClientGone
 from headstart.server.generation import Generation, ResponseOptions
 from headstart.server.guards import OWNER
 from headstart.server.image_urls import UrlPolicy, download, is_url
@@ -23,13 +23,11 @@ from headstart.server.journal import Journal
 from headstart.server.model_manager import ModelManager, ServedModel
 from headstart.server.options import KeepAlive
 from headstart.server.prepare import check_images, is_constrained, num_choices, prepare
-from headstart.server.renderer import MakeRenderer, ResponseRenderer
+from headstart.server.renderer import MakeRenderer, ResponseRenderer, dump_json
 from headstart.server.replicas.group import ReplicaId
 from headstart.server.schema import Common, MessagesBody, ResponseModel, ignored_fields_header
 
-Result = TypeVar("Result")
 log = logging.getLogger("headstart.server")
-CLIENT_GONE = 499  # nginx's status for a closed connection; clients never see it
 
 
 def error_responses(shape: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
@@ -135,8 +133,6 @@ async def respond(
     if body.speculation is not None and body.speculation.events and not body.stream:
         raise UsageError("speculation.events is true, but stream is not", "they come in the chunks of a stream")
     served = await find_model(request, body.model, keep_alive)
-    if served is None:
-        return Response(status_code=CLIENT_GONE)
     options, model, is_streamed = ResponseOptions.of(body), body.model or served.names[0], bool(body.stream)
     pools = state.body_reader.pools
     pool, journal = "grammar" if is_constrained(body) else pool_of(incoming), Journal.of(request.scope)
@@ -154,16 +150,12 @@ async def respond(
 
     with nullcontext() if journal.is_resumed else served.admission.reserve(num_choices(body), account.name):
         async with state.deadline(incoming):
-            generation = await cancel_on_disconnect(request, begin())
+            generation = await cancel_on_disconnect(request.receive, begin())
     incoming.release()
-    if generation is None:
-        return Response(status_code=CLIENT_GONE)
     renderer, headers = make_renderer(generation), headers | account.headers()
     if is_streamed:
         return _StreamResponse(state, incoming, renderer, headers)
-    whole = await cancel_on_disconnect(request, render_whole(renderer))
-    if whole is None:
-        return Response(status_code=CLIENT_GONE)
+    whole = await cancel_on_disconnect(request.receive, render_whole(renderer))
     return Response(whole, media_type="application/json", headers=headers)
 
 
@@ -195,7 +187,8 @@ class _StreamResponse(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await cancel_on_disconnect(Request(scope, receive), self._send_all(send))
+            with suppress(ClientGone):
+                await cancel_on_disconnect(receive, self._send_all(send))
         finally:
             self._renderer.generation.close()
 
@@ -222,38 +215,21 @@ class _StreamResponse(Response):
         await send_piece(self._renderer.end, more=False)
 
 
-async def cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """The result of `work`. If the client disconnects first, cancels `work` and returns None."""
-    task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(request))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return await task if task.done() else None
-    finally:
-        gone.cancel()
-        task.cancel()
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def respond_from_thread(request: Request, body: Any, work: Callable[[ServedModel, Any], bytes]) -> Response:
-    """A response with the JSON bytes that `work` returns for the model of a body and the body. `work` runs in a worker
-    thread, within the request timeout."""
+async def respond_from_thread(request: Request, body: Any, work: Callable[[ServedModel, Any], Any]) -> Response:
+    """A response with the JSON document that `work` makes of the body and its model. `work` runs in a worker thread,
+    within the request timeout."""
     state, incoming, headers = state_of(request), body_of(request), ignored_fields_header(body)
-    if (served := await find_model(request, body.model)) is None:
-        return Response(status_code=CLIENT_GONE)
+    served = await find_model(request, body.model)
     async with state.deadline(incoming):
-        data = await state.body_reader.pools.run(pool_of(incoming), work, served, body)
+        data = await state.body_reader.pools.run(pool_of(incoming), lambda: dump_json(work(served, body)))
     return Response(data, media_type="application/json", headers=headers)
 
 
-async def find_model(request: Request, name: str | None, keep_alive: KeepAlive | None = None) -> ServedModel | None:
-    """The model of that name (None: the first), loaded if it is not in memory; None if the client has disconnected.
-    Raises ModelError for an unknown name, and GenerationError or BusyError if the model cannot be loaded."""
+async def find_model(request: Request, name: str | None, keep_alive: KeepAlive | None = None) -> ServedModel:
+    """The model of that name (None: the first), loaded if it is not in memory. Raises ModelError for an unknown name,
+    GenerationError or BusyError if the model cannot be loaded, and ClientGone."""
     state = state_of(request)
     if (found := state.models.get_loaded(name, keep_alive)) is not None:
         return found
     async with state.deadline(body_of(request)):
-        return await cancel_on_disconnect(request, state.models.get(name, keep_alive))
+        return await cancel_on_disconnect(request.receive, state.models.get(name, keep_alive))

@@ -15,9 +15,9 @@ from headstart.api import LLM
 from headstart.cache.blocks import prefix_keys
 from headstart.core import Request as EngineRequest, SamplingParams
 from headstart.errors import ModelError, UsageError
-from headstart.server.body_reader import CheckedRoute
+from headstart.server.body_reader import CheckedRoute, cancel_on_disconnect
 from headstart.server.model_manager import ServedModel
-from headstart.server.pipeline import CLIENT_GONE, ERRORS, account_of, cancel_on_disconnect, find_model
+from headstart.server.pipeline import ERRORS, account_of, find_model
 from headstart.server.prefill_client import BLOCKS_PATH, PREFILL_PATH, PrefillBody, PrefillResult
 from headstart.server.prepare import with_owner
 
@@ -28,12 +28,11 @@ FLUSH_TIMEOUT_S = 60.0  # maximum wait until a prompt's last blocks are written
 @router.post(PREFILL_PATH, responses=ERRORS, response_model=PrefillResult)
 async def prefill(body: PrefillBody, request: Request) -> Response:
     """Compute a prompt. Returns the indices of its stored blocks."""
-    if (served := await find_model(request, body.model)) is None:
-        return Response(status_code=CLIENT_GONE)
+    served = await find_model(request, body.model)
     params = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
     prompt = replace(served.llm.request(body.prompt, params, depth=0), cache_salt=body.cache_salt)
-    found = await cancel_on_disconnect(request, _compute(served, with_owner(prompt, account_of(request))))
-    return Response(status_code=CLIENT_GONE) if found is None else JSONResponse(found)
+    work = _compute(served, with_owner(prompt, account_of(request)))
+    return JSONResponse(await cancel_on_disconnect(request.receive, work))
 
 
 async def _compute(served: ServedModel, prompt: EngineRequest) -> dict[str, Any]:
@@ -59,8 +58,7 @@ def _stored_blocks(llm: LLM, prompt: EngineRequest) -> dict[str, Any]:
 @router.get(f"{BLOCKS_PATH}/{{part}}/{{key}}", responses={404: ERRORS[404]})
 async def block(part: str, key: str, request: Request) -> Response:
     """The file of one stored block."""
-    if (served := await find_model(request, None)) is None:
-        return Response(status_code=CLIENT_GONE)
+    served = await find_model(request, None)
     spill = served.llm.engine.memory.spill
     assert spill is not None, "--role prefill needs --kv-spill"
     if part not in spill.names.values() or len(key) != 32 or not all(digit in "0123456789abcdef" for digit in key):

@@ -2,7 +2,6 @@
 
 import uuid
 from datetime import UTC, datetime
-from functools import partial
 from typing import Any, Literal
 
 from anyio.to_thread import run_sync
@@ -20,7 +19,6 @@ from headstart.server.metrics import exposition
 from headstart.server.model_manager import ModelManager, ModelSlot, ServedModel, context_length
 from headstart.server.pipeline import ERRORS, body_of, respond_from_thread, state_of
 from headstart.server.prepare import encode_chat, encode_text, prompt_ids
-from headstart.server.renderer import dump_json
 from headstart.server.replicas import metrics as replica_metrics
 from headstart.version import __version__
 
@@ -101,7 +99,7 @@ async def tokenize(body: schema.TokenizeRequest, request: Request) -> Response:
     return await respond_from_thread(request, body, _tokenize)
 
 
-def _tokenize(served: ServedModel, body: schema.TokenizeRequest) -> bytes:
+def _tokenize(served: ServedModel, body: schema.TokenizeRequest) -> dict[str, Any]:
     if (body.prompt is None) == (body.messages is None):
         raise UsageError("tokenize needs exactly one of prompt and messages")
     llm = served.llm
@@ -112,7 +110,7 @@ def _tokenize(served: ServedModel, body: schema.TokenizeRequest) -> bytes:
     document: dict[str, Any] = {"count": len(ids), "max_model_len": llm.engine.max_length, "tokens": ids}
     if body.return_token_strs:
         document["token_strs"] = [llm.tokenizer.token_text(token) for token in ids]
-    return dump_json(document).encode()
+    return document
 
 
 @router.post("/detokenize", responses=ERRORS, response_model=Detokenized)
@@ -121,12 +119,12 @@ async def detokenize(body: schema.DetokenizeRequest, request: Request) -> Respon
     return await respond_from_thread(request, body, _detokenize)
 
 
-def _detokenize(served: ServedModel, body: schema.DetokenizeRequest) -> bytes:
+def _detokenize(served: ServedModel, body: schema.DetokenizeRequest) -> dict[str, str]:
     llm = served.llm
     size = llm.model.config.vocab_size
     if wrong := [token for token in body.tokens if not 0 <= token < size]:
         raise UsageError(f"token id {limits.shortened(str(wrong[0]))} is outside 0..{size - 1}")
-    return dump_json({"prompt": llm.tokenizer.decode(body.tokens)}).encode()
+    return {"prompt": llm.tokenizer.decode(body.tokens)}
 
 
 @router.get("/health", responses={503: {"description": "The engine fails, or the server is shutting down."}})
@@ -210,13 +208,13 @@ class Rendered(BaseModel):
 @router.post("/v1/chat/completions/render", responses=ERRORS, response_model=Rendered)
 async def chat(body: schema.ChatRequest, request: Request) -> Response:
     """The token ids of the prompt that a chat completion with this body would use."""
-    return await _render(body, request)
+    return await respond_from_thread(request, body, _only_prompt)
 
 
 @router.post("/v1/completions/render", responses=ERRORS, response_model=list[Rendered])
 async def completion(body: schema.CompletionRequest, request: Request) -> Response:
     """The token ids of the prompts that a completion with this body would use."""
-    return await _render(body, request, several=True)
+    return await respond_from_thread(request, body, _prompts)
 
 
 @router.post("/v1/responses/render", responses=ERRORS, response_model=Rendered)
@@ -225,16 +223,15 @@ async def response(body: ResponsesRequest, request: Request) -> Response:
     state, incoming = state_of(request), body_of(request)
     async with state.deadline(incoming):
         translated = await state.body_reader.pools.run(pool_of(incoming), chat_of, body)
-    return await _render(translated, request)
+    return await respond_from_thread(request, translated, _only_prompt)
 
 
-async def _render(body: schema.Common, request: Request, *, several: bool = False) -> Response:
-    return await respond_from_thread(request, body, partial(_prompts, several=several))
-
-
-def _prompts(served: ServedModel, body: schema.Common, several: bool) -> bytes:
-    found: list[dict[str, Any]] = [
+def _prompts(served: ServedModel, body: schema.Common) -> list[dict[str, Any]]:
+    return [
         {"request_id": f"render-{uuid.uuid4().hex}", "model": body.model or served.names[0], "token_ids": ids}
         for ids in prompt_ids(served.llm, served.formats, body)
     ]
-    return dump_json(found if several else found[0]).encode()
+
+
+def _only_prompt(served: ServedModel, body: schema.Common) -> dict[str, Any]:
+    return _prompts(served, body)[0]

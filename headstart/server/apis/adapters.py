@@ -15,8 +15,7 @@ from headstart.errors import UsageError
 from headstart.models.lora import REMEDY
 from headstart.server.body_reader import CheckedRoute
 from headstart.server.errors import BodyError
-from headstart.server.model_manager import ServedModel
-from headstart.server.pipeline import CLIENT_GONE, ERRORS, find_model, state_of
+from headstart.server.pipeline import ERRORS, find_model, state_of
 from headstart.server.schema import Body, GivenName
 
 router = APIRouter(route_class=CheckedRoute)
@@ -54,8 +53,7 @@ async def load_lora_adapter(body: LoadAdapter, request: Request) -> Response:
     """Load an adapter. From then on, requests may name it as their model."""
     _check_allowed(request)
     body.check_members()
-    if (served := await find_model(request, body.model)) is None:
-        return Response(status_code=CLIENT_GONE)
+    served = await find_model(request, body.model)
     is_replaced = body.load_inplace and body.lora_name in served.llm.adapters
     if body.lora_name in state_of(request).models.names and not is_replaced:
         raise UsageError(f"the name {body.lora_name!r} is in use", "unload that adapter first, or choose another name")
@@ -68,9 +66,7 @@ async def unload_lora_adapter(body: UnloadAdapter, request: Request) -> Response
     """Unload an adapter. Running requests still use it."""
     _check_allowed(request)
     body.check_members()
-    served: ServedModel | None = await find_model(request, body.lora_name)
-    if served is None:
-        return Response(status_code=CLIENT_GONE)
+    served = await find_model(request, body.lora_name)
     await run_sync(served.llm.unload_adapter, body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 

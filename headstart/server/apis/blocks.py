@@ -1,7 +1,7 @@
 """Shared by the translated APIs: bodies as chat requests, and responses as blocks of reasoning, text and tool calls."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -62,6 +62,11 @@ class BlockChange:
     is_last: bool = False  # no block follows
 
 
+def joined_text(blocks: Iterable[ResponseBlock], kind: BlockKind) -> str:
+    """The text of all blocks of a kind."""
+    return "".join(block.text for block in blocks if block.kind == kind)
+
+
 class BlockBuilder:
     """Builds blocks while a response grows. Text between two blocks that is only white space is dropped."""
 
@@ -91,10 +96,6 @@ class BlockBuilder:
             yield self._grow(self.blocks[0], text)
         if self._current is not None:
             yield BlockChange("close", self._current, is_last=True)
-
-    def text_of(self, kind: BlockKind) -> str:
-        """The joined text of all blocks of a kind."""
-        return "".join(block.text for block in self.blocks if block.kind == kind)
 
     def _add_text(self, kind: BlockKind, text: str) -> Iterator[BlockChange]:
         if self._current is None or self._current.kind != kind:
@@ -165,7 +166,7 @@ class BlockRenderer(ResponseRenderer):
     @property
     def num_reasoning_tokens(self) -> int:
         """Number of reasoning tokens, counted by encoding the reasoning text again."""
-        text = self._builder.text_of("reasoning")
+        text = joined_text(self.blocks, "reasoning")
         return len(self.generation.tokenizer.encode(text, parse_special=False)) if text else 0
 
     @property

@@ -7,7 +7,7 @@ search.
 
 import base64
 import time
-from collections.abc import Callable, Sequence as Seq
+from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from headstart.server.apis.ollama import (
     OllamaEmbedRequest,
     keep_alive_of,
 )
-from headstart.server.body_reader import CheckedRoute, pool_of
+from headstart.server.body_reader import CheckedRoute, cancel_on_disconnect, pool_of
 from headstart.server.model_manager import ServedModel
 from headstart.server.prepare import adapter_of, encode_text, list_of_texts, with_owner
 from headstart.server.renderer import dump_json
@@ -84,13 +84,11 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     """A vector for each text: the mean of its tokens' hidden states, of length 1."""
     headers = ignored_fields_header(body)
     served = await pipeline.find_model(request, body.model)
-    if served is None or (found := await _embed(request, served, body, body.input, cut=False)) is None:
-        return Response(status_code=pipeline.CLIENT_GONE)
-    vectors, count = found
-    shown: Callable[[Float32], Any] = _base64 if body.encoding_format == "base64" else _floats
+    vectors, count = await _embed(request, served, body, body.input, cut=False)
+    shown = [_base64(each) if body.encoding_format == "base64" else each.tolist() for each in vectors]
     document = {
         "object": "list",
-        "data": [{"object": "embedding", "index": i, "embedding": shown(each)} for i, each in enumerate(vectors)],
+        "data": [{"object": "embedding", "index": i, "embedding": each} for i, each in enumerate(shown)],
         "model": body.model or served.names[0],
         "pooling": POOLING,
         "usage": {"prompt_tokens": count, "total_tokens": count},
@@ -103,12 +101,11 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
 async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
     """Embeddings in Ollama's shape. Texts that are too long are truncated, unless `truncate` is false."""
     begun = time.perf_counter()
-    served, cut = await pipeline.find_model(request, body.model, keep_alive_of(body)), body.truncate is not False
-    if served is None or (found := await _embed(request, served, body, body.input, cut=cut)) is None:
-        return Response(status_code=pipeline.CLIENT_GONE)
+    served = await pipeline.find_model(request, body.model, keep_alive_of(body))
+    vectors, count = await _embed(request, served, body, body.input, cut=body.truncate is not False)
     document = {
-        "model": body.model, "embeddings": [_floats(each) for each in found[0]], "pooling": POOLING,
-        "total_duration": round((time.perf_counter() - begun) * 1e9), "load_duration": 0, "prompt_eval_count": found[1],
+        "model": body.model, "embeddings": [each.tolist() for each in vectors], "pooling": POOLING,
+        "total_duration": round((time.perf_counter() - begun) * 1e9), "load_duration": 0, "prompt_eval_count": count,
     }  # fmt: skip
     data = await pipeline.state_of(request).body_reader.pools.run("answer", dump_json, document)
     return Response(data, media_type="application/json")
@@ -118,16 +115,15 @@ async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
 async def embedding(body: OllamaEmbeddingRequest, request: Request) -> Response:
     """The embedding of one text; Ollama's older endpoint."""
     served = await pipeline.find_model(request, body.model, keep_alive_of(body))
-    if served is None or (found := await _embed(request, served, body, body.prompt, cut=True)) is None:
-        return Response(status_code=pipeline.CLIENT_GONE)
-    return JSONResponse({"embedding": _floats(found[0][0])})
+    (vector,), _ = await _embed(request, served, body, body.prompt, cut=True)
+    return JSONResponse({"embedding": vector.tolist()})
 
 
 async def _embed(
     request: Request, served: ServedModel, body: EmbeddingBody, given: str | list[Any], *, cut: bool
-) -> tuple[list[Float32], int] | None:
-    """Vectors of the texts and the number of their tokens; None if the client has disconnected. `cut`: truncate texts
-    that are too long. Raises UsageError and CapacityError."""
+) -> tuple[list[Float32], int]:
+    """Vectors of the texts and the number of their tokens. `cut`: truncate texts that are too long. Raises UsageError,
+    CapacityError and ClientGone."""
     size, dimensions = served.llm.model.config.hidden_size, getattr(body, "dimensions", None)
     if dimensions not in (None, size):
         raise ParameterError("dimensions", f"is {dimensions}, but embeddings of this model have {size}", "leave it out")
@@ -144,7 +140,7 @@ async def _embed(
 
     with served.admission.hold():
         async with state.deadline(incoming):
-            return await pipeline.cancel_on_disconnect(request, work())
+            return await cancel_on_disconnect(request.receive, work())
 
 
 def _requests(llm: LLM, texts: Seq[Text], cut: bool, account: Account, model: str | None) -> list[EngineRequest]:
@@ -174,10 +170,6 @@ async def _compute(served: ServedModel, requests: Seq[EngineRequest]) -> list[Fl
     finally:
         stream.close()
     return [vectors[number] for number in range(len(requests))]
-
-
-def _floats(vector: Float32) -> list[float]:
-    return [float(value) for value in vector]
 
 
 def _base64(vector: Float32) -> str:

@@ -299,9 +299,8 @@ async def count_tokens(body: CountRequest, request: Request) -> Response:
     return await respond_from_thread(request, body, _counted)
 
 
-def _counted(served: ServedModel, body: CountRequest) -> bytes:
-    found = encode_chat(served.llm, served.formats, chat_of(body))
-    return dump_json({"input_tokens": len(found.ids)}).encode()
+def _counted(served: ServedModel, body: CountRequest) -> Json:
+    return {"input_tokens": len(encode_chat(served.llm, served.formats, chat_of(body)).ids)}
 
 
 class MessagesRenderer(BlockRenderer):

@@ -20,13 +20,13 @@ from headstart.errors import HeadstartError
 from headstart.formats.base import Checkpoint
 from headstart.params import names_in
 from headstart.server import limits
-from headstart.server.apis.blocks import BlockChange, BlockRenderer, ResponseBlock, as_body, refuse
+from headstart.server.apis.blocks import BlockChange, BlockRenderer, ResponseBlock, as_body, joined_text, refuse
 from headstart.server.body_reader import CheckedRoute
 from headstart.server.errors import BodyError, error_response
 from headstart.server.generation import Json
 from headstart.server.model_manager import ModelSlot, context_length, read_headers, read_sizes
 from headstart.server.options import KeepAlive
-from headstart.server.pipeline import CLIENT_GONE, error_responses, find_model, respond_translated, state_of
+from headstart.server.pipeline import error_responses, find_model, respond_translated, state_of
 from headstart.server.prepare import LATEST_TAG
 from headstart.server.renderer import dump_json
 from headstart.server.schema import (
@@ -294,8 +294,8 @@ async def _load_or_unload(body: OllamaRequest, request: Request, **empty: Any) -
     keep_alive, reason = keep_alive_of(body), "load"
     if keep_alive is not None and keep_alive.seconds == 0:
         reason = "unload" if await state_of(request).models.release(body.model) else "load"
-    elif await find_model(request, body.model, keep_alive) is None:
-        return Response(status_code=CLIENT_GONE)
+    else:
+        await find_model(request, body.model, keep_alive)
     return JSONResponse({"model": body.model, "created_at": _now(), **empty, "done": True, "done_reason": reason})
 
 
@@ -375,11 +375,9 @@ class OllamaChatRenderer(BlockRenderer):
         return json.dumps(error_response(error, "/api/")[1]) + "\n"
 
     def _message(self, blocks: list[ResponseBlock]) -> Json:
-        texts = _texts(blocks)
         calls = [{"function": {"name": each.name, "arguments": each.arguments}} for each in blocks if each.name]
-        thinking = {"thinking": texts["reasoning"]} if texts["reasoning"] else {}
-        more = {"tool_calls": calls} if calls else {}
-        return {"message": {"role": "assistant", "content": texts["text"], **thinking, **more}}
+        content = {"content": joined_text(blocks, "text"), **_thinking(blocks)}
+        return {"message": {"role": "assistant", **content, **({"tool_calls": calls} if calls else {})}}
 
     def _line(self, blocks: list[ResponseBlock], more: Json) -> str:
         return dump_json(self._document(self._message(blocks), more)) + "\n"
@@ -403,12 +401,12 @@ class OllamaGenerateRenderer(OllamaChatRenderer):
     """Renders the response of /api/generate, which has the text as `response`."""
 
     def _message(self, blocks: list[ResponseBlock]) -> Json:
-        texts = _texts(blocks)
-        return {"response": texts["text"], **({"thinking": texts["reasoning"]} if texts["reasoning"] else {})}
+        return {"response": joined_text(blocks, "text"), **_thinking(blocks)}
 
 
-def _texts(blocks: list[ResponseBlock]) -> dict[str, str]:
-    return {kind: "".join(each.text for each in blocks if each.kind == kind) for kind in ("text", "reasoning")}
+def _thinking(blocks: list[ResponseBlock]) -> Json:
+    text = joined_text(blocks, "reasoning")
+    return {"thinking": text} if text else {}
 
 
 def _now() -> str:

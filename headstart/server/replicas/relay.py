@@ -23,8 +23,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from headstart.errors import BusyError, GenerationError, HeadstartError, status_of
-from headstart.server.body_reader import BodyReader, ClientGone
-from headstart.server.errors import error_body, retry_headers
+from headstart.server.body_reader import BodyReader, cancel_on_disconnect
+from headstart.server.errors import ClientGone, error_body, retry_headers
 from headstart.server.journal import new_origin
 from headstart.server.protocol import HttpProtocol
 from headstart.server.replicas import frames
@@ -215,15 +215,8 @@ class Relay:
             text = error.detail if isinstance(error, HTTPException) else str(error)
             await JSONResponse(error_body(text, status, path=scope["path"]), status)(scope, receive, send)
             return
-        work = asyncio.create_task(self._answer(Exchange(scope, body, send)))
-        gone = asyncio.create_task(_disconnected(receive))
-        try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                await work
-        finally:
-            gone.cancel()
-            work.cancel()
+        with suppress(ClientGone):
+            await cancel_on_disconnect(receive, self._answer(Exchange(scope, body, send)))
 
     async def _answer(self, exchange: Exchange) -> None:
         """Ask engines until the whole response is sent."""
@@ -326,11 +319,6 @@ def _message(document: bytes) -> str:
         error = json.loads(document)["error"]
         return str(error["message"] if isinstance(error, dict) else error)
     return "another engine refuses to continue it"
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 class RelayServer(uvicorn.Server):
