@@ -17,7 +17,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from queue import Full, Queue
-from typing import Any, Self
+from typing import Annotated, Any, Self
+
+from pydantic import Field, TypeAdapter
 
 from headstart.core import Request
 from headstart.engine.load import Model
@@ -33,6 +35,7 @@ PARTS = 16  # files of a full folder; the oldest is deleted to make space for a 
 MAX_QUEUED = 1024  # texts that may wait to be written
 STOP_SECONDS = 5.0  # maximum time for writing waiting texts when the server stops
 LOG_DISK_EVERY_S = 600.0  # minimum time between two log lines about failed writes
+TokenIds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
 
 
 @dataclass(frozen=True)
@@ -69,9 +72,9 @@ class RecordedModel:
 class TextRecord:
     """One text with its prompt and temperature."""
 
-    prompt_ids: tuple[int, ...]
-    response_ids: tuple[int, ...]
-    temperature: float = 0.0
+    prompt_ids: TokenIds
+    response_ids: TokenIds
+    temperature: Annotated[float, Field(ge=0, lt=100)] = 0.0
     adapter: str = ""  # digest of the LoRA adapter that wrote it; empty: the model as it is
 
     def line(self) -> bytes:
@@ -80,26 +83,15 @@ class TextRecord:
         return json.dumps(document, separators=(",", ":")).encode() + b"\n"
 
     @classmethod
-    def of(cls, line: bytes, vocab_size: int) -> Self:
+    def of(cls, line: bytes, vocab_size: int) -> "TextRecord":
         """Parse a line of JSON. Raises ValueError for an invalid record or token ids outside the vocabulary."""
-        document = json.loads(line)
-        if not isinstance(document, dict):
-            raise ValueError("not an object")
-        prompt, response = (_ids(document.get(name), vocab_size) for name in ("prompt_ids", "response_ids"))
-        temperature, adapter = document.get("temperature", 0.0), document.get("adapter", "")
-        if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not 0 <= temperature < 100:
-            raise ValueError("temperature is no number from 0 to 100")
-        if not isinstance(adapter, str):
-            raise ValueError("adapter is no text")
-        return cls(prompt, response, float(temperature), adapter)
+        record = _RECORD.validate_json(line, strict=True)
+        if max(*record.prompt_ids, *record.response_ids) >= vocab_size:
+            raise ValueError(f"a token id is not below {vocab_size}")
+        return record
 
 
-def _ids(value: Any, vocab_size: int) -> tuple[int, ...]:
-    if not isinstance(value, list) or not value:
-        raise ValueError("no token ids")
-    if not all(type(token) is int and 0 <= token < vocab_size for token in value):
-        raise ValueError(f"a token id is not within 0..{vocab_size - 1}")
-    return tuple(value)
+_RECORD = TypeAdapter(TextRecord)
 
 
 def read_manifest(folder: Path) -> RecordedModel:
