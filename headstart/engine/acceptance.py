@@ -70,7 +70,7 @@ class CalibrationTable:
 PLACES = 6
 """Each draft position below PLACES has its own table: a draft that has been right for longer is likelier to stay right.
 Later positions share one table."""
-Key = tuple[str, int, int]  # drafter, temperature class, draft position
+Key = tuple[str, int]  # drafter, temperature class
 
 
 @dataclass
@@ -104,21 +104,21 @@ class AcceptanceEstimator:
     """Acceptance probabilities of drafted tokens, given that all tokens before them are accepted."""
 
     def __init__(self) -> None:
-        self.tables: dict[Key, CalibrationTable] = {}
+        self._tables: dict[Key, list[CalibrationTable]] = {}  # by draft position
         self._records: dict[Sequence, dict[str, _SequenceRecord]] = {}
         self._pending: dict[Sequence, dict[str, _PendingDraft]] = {}  # by drafter
 
-    def table(self, sequence: Sequence, method: str, place: int) -> CalibrationTable:
-        """Table of a drafter at a draft position, counted from 0."""
-        key = (method, _temperature_class(sequence), min(place, PLACES))
-        table = self.tables.get(key)
-        if table is None:
-            table = self.tables[key] = CalibrationTable()
-        return table
+    def tables(self, sequence: Sequence, method: str) -> list[CalibrationTable]:
+        """Tables of a drafter by draft position, counted from 0; the last one also serves positions from PLACES on."""
+        key = (method, _temperature_class(sequence))
+        tables = self._tables.get(key)
+        if tables is None:
+            tables = self._tables[key] = [CalibrationTable() for _ in range(PLACES + 1)]
+        return tables
 
-    def list_tables(self, sequence: Sequence, method: str, depth: int) -> list[CalibrationTable]:
-        """Tables of the positions of a draft; the last one also serves positions from PLACES on."""
-        return [self.table(sequence, method, place) for place in range(min(depth, PLACES + 1))]
+    def table(self, sequence: Sequence, method: str, place: int) -> CalibrationTable:
+        """Table of a drafter at a draft position."""
+        return self.tables(sequence, method)[min(place, PLACES)]
 
     def factor(self, sequence: Sequence, method: str) -> float:
         """Accepted tokens of this drafter in this sequence, relative to those the tables expect; 1 without a record."""
@@ -178,17 +178,17 @@ class AcceptanceEstimator:
 
     def first_token_rate(self, method: str) -> tuple[float, float]:
         """(number of drafts, acceptance rate) of a drafter's first tokens in ordinary sequences, recent drafts only."""
-        firsts = [(key, table) for key, table in self.tables.items() if key[0] == method and key[2] == 0]
-        tables = [table for (_, temperature_class, _), table in firsts if temperature_class != UNUSUAL]
-        tries = sum(table.num_tries for table in tables)
-        return tries, sum(table.num_hits for table in tables) / max(tries, 1.0)
+        firsts = [tables[0] for key, tables in self._tables.items() if key[0] == method and key[1] != UNUSUAL]
+        tries = sum(table.num_tries for table in firsts)
+        return tries, sum(table.num_hits for table in firsts) / max(tries, 1.0)
 
 
 def prefix_probabilities(acceptance: AcceptanceEstimator, sequence: Sequence, draft: Draft, least: float) -> Seq[float]:
     """Probabilities that the first 1, 2, ... tokens of a draft are all accepted, as far as they exceed `least`."""
     probabilities, product = [], 1.0
+    tables, factor = acceptance.tables(sequence, draft.method), acceptance.factor(sequence, draft.method)
     for place in range(len(draft.tokens)):
-        product *= acceptance.probability(sequence, draft, place)
+        product *= min(1.0, factor * tables[min(place, PLACES)].probability(_score(draft, place)))
         if product <= least:
             break
         probabilities.append(product)

@@ -104,8 +104,12 @@ class Costs:
         """Costs before any measurement: a millisecond per pass, a tenth of it per draft step."""
         return cls(CostCurve.fit({1: [1e-3]}), CostCurve.fit({1: [1e-4]}))
 
+    def weighted_rows(self, work: PassShape) -> float:
+        """Number of sampled rows that cost as much as all rows of the pass."""
+        return work.rows + self.prompt_share * work.prompt_rows
+
     def pass_seconds(self, work: PassShape) -> float:
-        return self.passes.at(work.rows + self.prompt_share * work.prompt_rows) + self.reach * work.reach
+        return self.passes.at(self.weighted_rows(work)) + self.reach * work.reach
 
     def draft_seconds(self, steps: Seq[int], num_uncached: int) -> float:
         """Seconds of draft steps over `steps[i]` sequences each, after `num_uncached` pairs beyond one per sequence."""
@@ -117,7 +121,7 @@ class Costs:
             return
         factor = seconds / self.pass_seconds(work)
         if not self.trial:
-            self.passes.learn(work.rows + self.prompt_share * work.prompt_rows, factor)
+            self.passes.learn(self.weighted_rows(work), factor)
             return
         self.trial -= 1
         for curve in (self.passes, self.drafts):

@@ -7,16 +7,15 @@ rows in a pass make drafted rows more expensive (a pass that computes anyway doe
 change the value of a token: they are paid for whatever is drafted.
 """
 
-from collections import Counter
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from headstart.config import MAX_DEPTH
 from headstart.core import Draft, Leaf, Sequence
 from headstart.drafters.base import DraftRequest
-from headstart.engine.acceptance import EDGES, AcceptanceEstimator, prefix_probabilities
+from headstart.engine.acceptance import EDGES, PLACES, AcceptanceEstimator, prefix_probabilities
 from headstart.engine.costs import Costs, PassShape
 from headstart.kernels.draft_loop import GateRule
 
@@ -66,7 +65,8 @@ class AutoDepth:
         self._mean_length = 128.0  # output tokens per sequence
         self._probe_credit_s = 0.0  # seconds available for drafts that do not pay
         self._first_probes = FIRST_PROBES
-        self._pass = PassShape(0)  # the next pass without drafts
+        self._pass_s = self._rows_s = self._pass_rows = 0.0  # the next pass without drafts: see estimate_costs
+        self._reach_s = 0.0  # seconds that a drafted row costs by its position
         self._margin, self._prudence, self._min_probability = 0.0, 1.0, 0.0
         self._asks_head = False
         self._rest_steps = self._steps_to_skip = 0  # steps without drafts: in all, and left
@@ -108,22 +108,25 @@ class AutoDepth:
         Returns False if no draft can pay, however sure it is.
         """
         costs, count = self.costs, next_pass.rows
-        plain = costs.pass_seconds(PassShape(count, 0, next_pass.reach))
-        more = max(1, round(count * self._mean_verified))
-        ahead_s = costs.pass_seconds(next_pass)
-        row_s = (costs.pass_seconds(_deeper(next_pass, more)) - ahead_s) / more
+        self._pass_rows, self._reach_s = costs.weighted_rows(next_pass), costs.reach * next_pass.reach / count
+        self._rows_s = costs.passes.at(self._pass_rows)  # all rows, as if at position 0
+        self._pass_s = self._rows_s + count * self._reach_s
+        plain = costs.passes.at(count) + count * self._reach_s
         crowding = (1 - 1 / count) ** 2
         self._prudence, self._margin = 1 + PRUDENCE * crowding, (MARGIN + BATCH_MARGIN * crowding) * plain
-        self.row_s = self._prudence * max(row_s, MIN_ROW_SHARE * plain)
+        more = max(1, round(count * self._mean_verified))
+        self.row_s = self._prudence * max(self._rows_seconds(more) / more, MIN_ROW_SHARE * plain)
         self.token_s = self.share * plain / count
-        next_s = costs.pass_seconds(replace(next_pass, rows=count + 1)) - ahead_s
-        self._min_probability = min(self.row_s, self._prudence * next_s) / self.token_s
+        self._min_probability = min(self.row_s, self._prudence * self._rows_seconds(1)) / self.token_s
         self.draft_s = self._prudence * costs.drafts.at(count) / count
-        self._pass = next_pass
         if self.row_s < self.token_s:
             return True
         self._steps_to_skip = MAX_REST_STEPS
         return False
+
+    def _rows_seconds(self, rows: int) -> float:
+        """Seconds that `rows` drafted rows, at the mean position of the others, add to the next pass."""
+        return self.costs.passes.at(self._pass_rows + rows) - self._rows_s + rows * self._reach_s
 
     def _gain(self, candidate: DraftCandidate, promise: float) -> float:
         """Seconds that a draft of the head saves in a step; 0 if it does not pay within the rest of the text."""
@@ -136,11 +139,12 @@ class AutoDepth:
     def _savings(self, sequence: Sequence, limit: int) -> list[float]:
         """Expected saving of each token of the head's draft, times the probability that it is reached. Only the first
         token if the others cost draft steps of their own."""
-        factor, reached, savings = self.acceptance.factor(sequence, self.method), 1.0, list[float]()
+        factor, tables = self.acceptance.factor(sequence, self.method), self.acceptance.tables(sequence, self.method)
+        reached, savings = 1.0, list[float]()
         for place in range(min(limit, self.block or 1)):
             if place and reached * factor * self.token_s < self.row_s:
                 break
-            bins = self.acceptance.table(sequence, self.method, place).bins()
+            bins = tables[min(place, PLACES)].bins()
             savings.append(self._saving(bins, reached * factor))
             reached *= min(1.0, factor * sum([share * probability for share, probability in bins]))
         return savings
@@ -159,7 +163,7 @@ class AutoDepth:
         """Starts a draft that is not expected to pay, to learn its acceptance: one of the first, or one within the time
         credit."""
         seconds = self.costs.draft_seconds([1], candidate.num_uncached)
-        if self._first_probes and seconds < self.costs.pass_seconds(self._pass):
+        if self._first_probes and seconds < self._pass_s:
             self._first_probes, gate.should_start = self._first_probes - 1, True
         elif seconds < self._probe_credit_s:
             self._probe_credit_s, gate.should_start = 0.0, True
@@ -203,13 +207,15 @@ class AutoDepth:
             rows += [(each, index, leaf) for each, leaf in self._leaves(sequence, kept)]
         rows.sort(key=lambda row: -row[0])  # stable: a token never comes before its predecessors
         num_rows = self._num_worth_verifying([probability for probability, _, _ in rows])
-        lengths = Counter([index for _, index, leaf in rows[:num_rows] if leaf is None])
+        lengths = [0] * len(drafts)
+        for _, index, leaf in rows[:num_rows]:
+            lengths[index] += leaf is None
         leaves = [(index, leaf) for _, index, leaf in rows[:num_rows] if leaf and leaf.place < lengths[index]]
         for index, sequence in enumerate(drafts):
             sequence.draft = sequence.draft.cut(lengths[index])
         for index, leaf in leaves:
             drafts[index].draft.leaves.append(leaf)
-        num_verified = lengths.total() + len(leaves)
+        num_verified = sum(lengths) + len(leaves)
         self._rest_steps = 0 if num_verified or self._asks_head else min(self._rest_steps + 1, MAX_REST_STEPS)
         self._steps_to_skip = self._rest_steps
         if drafts:
@@ -228,11 +234,10 @@ class AutoDepth:
 
     def _num_worth_verifying(self, falling: Seq[float]) -> int:
         """Number of rows that saves most, given falling acceptance probabilities; 0 if the saving is too small."""
-        next_pass, costs, best, count, saved = self._pass, self.costs, self._margin, 0, 0.0
-        plain = costs.pass_seconds(next_pass)
+        best, count, saved = self._margin, 0, 0.0
         for rows, probability in enumerate(falling, 1):
             saved += probability * self.token_s
-            if (net := saved - self._prudence * (costs.pass_seconds(_deeper(next_pass, rows)) - plain)) > best:
+            if (net := saved - self._prudence * self._rows_seconds(rows)) > best:
                 best, count = net, rows
         return count
 
@@ -253,11 +258,6 @@ class AutoDepth:
         self.acceptance.release(sequence)
 
 
-def _deeper(shape: PassShape, rows: int) -> PassShape:
-    """The pass with `rows` more drafted rows, at the mean position of the others."""
-    return PassShape(shape.rows + rows, shape.prompt_rows, shape.reach + shape.reach * rows // shape.rows)
-
-
 @dataclass
 class AutoGate:
     """Gate of one sequence while its draft grows."""
@@ -271,7 +271,7 @@ class AutoGate:
     def rule(self, method: str, depth: int) -> GateRule:
         """`should_continue` as data, for a draft by this method."""
         auto, sequence = self.auto, self.sequence
-        tables, factor = auto.acceptance.list_tables(sequence, method, depth), auto.acceptance.factor(sequence, method)
+        tables, factor = auto.acceptance.tables(sequence, method)[:depth], auto.acceptance.factor(sequence, method)
         return GateRule(auto.token_s, auto.row_s, auto.next_s, factor, tables, BIN_EDGES)
 
     def should_continue(self, draft: Draft) -> bool:

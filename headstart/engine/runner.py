@@ -223,6 +223,7 @@ class Runner:
 
     def __init__(self, backend: Backend, vocab_size: int, *, keep_probs: bool) -> None:
         self.backend, self.vocab_size, self._keep_probs = backend, vocab_size, keep_probs
+        self._async = backend if isinstance(backend, AsyncSampler) else None
         self.networks: list[NetworkHandle] = []
         self._draft_loops: dict[DraftPrograms, DraftLoop | None] = {}
         self._early: dict[DraftPrograms, EarlyDrafts] = {}
@@ -324,7 +325,7 @@ class Runner:
             self.memory.fill(part.sequence, handle.index, part.start, end)
 
     def filled(self, handle: NetworkHandle, sequence: Sequence) -> int:
-        reach, size, begin = handle.receptive_field, self.memory.block_size, 0
+        reach, size, begin = self.memory.reaches[handle.index], self.memory.block_size, 0
         if 0 < reach < len(sequence.tokens):
             begin = (len(sequence.tokens) - reach) // size * size
         return max(sequence.filled[handle.index], handle.network.first_position, begin)
@@ -398,9 +399,7 @@ class Runner:
             logits = self.backend.rows(logits, np.array(rows, np.int32))
         sampling = build_rows(entries, allowed=allowed_tokens(entries, self.vocab_size))
         size, keep = self.vocab_size, self._keep_probs
-        pending, backend = None, self.backend
-        if isinstance(backend, AsyncSampler) and not keep:
-            pending = backend.start_sample(logits, sampling, vocab_size=size)
+        pending = self._async.start_sample(logits, sampling, vocab_size=size) if self._async and not keep else None
         at_once = partial(self.backend.sample, logits, sampling, vocab_size=size, keep_probs=keep)
         return PassSamples(starts, pending.wait if pending else at_once, pending)
 
