@@ -44,9 +44,10 @@ def read_regular(path: Path, max_bytes: int | None = None) -> bytes:
 
 
 def read_text(path: str | Path, hint: str, flag: str = "") -> str:
-    """The text of a regular UTF-8 file. flag: the option that names it. Raises UsageError with this hint."""
+    """The text of a regular UTF-8 file, without a byte order mark. flag: the option that names it. Raises UsageError
+    with this hint."""
     try:
-        return read_regular(user_path(path)).decode("utf-8")
+        return read_regular(user_path(path)).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UsageError(f"{flag and flag + ': '}cannot read {path}: {reason}", hint) from None

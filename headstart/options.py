@@ -52,6 +52,7 @@ class Option:
     parse: Callable[[str], Any] | None = None  # replaces the conversion by `kind`
     complete: Callable[[], Iterable[str]] | None = None  # values that a shell may offer
     is_hidden: bool = False
+    is_refused: bool = False  # the command refuses it with a reason
     may_be_empty: bool = False
     must_exist: bool = False  # a path that is read
     is_output: bool = False  # a path that is written, whose folder is made

@@ -125,3 +125,8 @@ def test_two_processes_do_not_work_in_one_folder(tmp_path: Path) -> None:
     with locked_folder(folder):
         (folder / "made").unlink()
     assert not folder.exists()
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "Why?"}', encoding="utf-8-sig")
+    assert files.read_text(tmp_path / "prompts.jsonl", "a hint") == '{"prompt": "Why?"}'

@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 from headstart.cli.options import EngineOptions, LoadTestOptions, OutputOptions
 from headstart.cli.parser import CommandGroup, command
 from headstart.cli.render import finish, print_note, print_records, print_table, progress
+from headstart.config import config_fields
 from headstart.errors import UsageError
 from headstart.tools.options import BenchFlags, DemoFlags, StepFlags, TuneFlags
 
-MODE_OPTIONS = {"depth"}  # engine options that --modes sets
+MODE_OPTIONS = frozenset({"depth"})  # engine options that --modes sets
 STEP_OPTIONS = {"backend", "quantization", "kv_cache_dtype", "dtype", "device", "threads", "numa", "drafter", "head",
                 "depth", "block_size", "portable_bits"}  # fmt: skip
 """Engine options that `bench step` accepts; it refuses the others."""
@@ -31,7 +32,7 @@ PASS_COLUMNS = {
 class BenchEngineOptions(LoadTestOptions):
     """EngineOptions of a bench; --modes has the depths."""
 
-    common: ClassVar[frozenset[str]] = LoadTestOptions.common - MODE_OPTIONS
+    refused: ClassVar[frozenset[str]] = MODE_OPTIONS
 
 
 @command(
@@ -77,12 +78,19 @@ def _compare(paths: tuple[Path, Path], output: OutputOptions) -> int:
     return output.run("comparing", lambda progress: compare_documents(*paths), table)
 
 
+@dataclass(frozen=True, kw_only=True)
+class StepEngineOptions(EngineOptions):
+    """EngineOptions of single passes."""
+
+    refused: ClassVar[frozenset[str]] = frozenset(config_fields()) - STEP_OPTIONS
+
+
 @command(
     "headstart bench step",
     "headstart bench step --rows 1,4,8 --context 1000 --repeats 20",
     "headstart bench step ./my-model --quantization int8 --profile --json",
 )
-def step(flags: StepFlags, engine: EngineOptions, output: OutputOptions) -> int:
+def step(flags: StepFlags, engine: StepEngineOptions, output: OutputOptions) -> int:
     """Measure the time of a pass by number of rows, of a draft, and the share of memory bandwidth that a pass
     reaches."""
     engine.refuse_others(STEP_OPTIONS, "single passes of one sequence")
@@ -167,7 +175,14 @@ def _print_prompts(data: dict[str, Any]) -> None:
     print_records(DEMO_COLUMNS, [{**each, "same": text} for each, text in zip(data["prompts"], same, strict=True)])
 
 
-TUNED = {"depth", "depth_by_batch", "rule"}  # engine options that tune finds
+TUNED = frozenset({"depth", "depth_by_batch", "rule"})  # engine options that tune finds
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuneEngineOptions(EngineOptions):
+    """EngineOptions of tune."""
+
+    refused: ClassVar[frozenset[str]] = EngineOptions.refused | TUNED
 
 
 @command(
@@ -178,7 +193,7 @@ TUNED = {"depth", "depth_by_batch", "rule"}  # engine options that tune finds
     "headstart tune --url http://localhost:8080 --minutes 30 --start-off 'llama-server -m model.gguf' "
     "--start 'llama-server -m model.gguf --spec-type draft-mtp --spec-draft-n-max {depth}'",
 )
-def tune(flags: TuneFlags, engine: EngineOptions, output: OutputOptions) -> int:
+def tune(flags: TuneFlags, engine: TuneEngineOptions, output: OutputOptions) -> int:
     """Find the fastest drafter and depth on this machine; serve and launch then use them."""
     if flags.url is None:
         engine.refuse_others(engine.given - TUNED, "tune, which finds the depth")

@@ -146,7 +146,8 @@ class EngineOptions(OptionGroup):
     given: frozenset[str] = frozenset()  # names of the EngineConfig fields that the user set
     common: ClassVar[frozenset[str]] = frozenset({"threads", "drafter", "head", "depth", "quantization", "seed"})
     """Fields that --help shows; --help-all shows the others."""
-    for_load_tests: ClassVar[bool] = False  # is --synthetic-acceptance allowed?
+    refused: ClassVar[frozenset[str]] = frozenset({"synthetic_acceptance"})
+    """Fields that the command refuses with a reason; no help shows them."""
 
     @classmethod
     def options(cls) -> list[Option]:
@@ -158,11 +159,11 @@ class EngineOptions(OptionGroup):
 
     @classmethod
     def _option(cls, name: str, flag: str, doc: str, hint: Any = str, **more: Any) -> Option:
-        is_rare = (name if name != "no_mtp" else "depth") not in cls.common
+        of_field = name if name != "no_mtp" else "depth"
+        is_rare, is_refused = of_field not in cls.common, of_field in cls.refused
         panel, default = f"{cls.panel}, more" if is_rare else cls.panel, False if hint is bool else None
-        return Option.of_type(
-            hint, name=name, help=doc, flags=(flag,), default=default, panel=panel, is_rare=is_rare, **more
-        )
+        more |= {"panel": panel, "is_rare": is_rare, "is_hidden": is_refused, "is_refused": is_refused}
+        return Option.of_type(hint, name=name, help=doc, flags=(flag,), default=default, **more)
 
     @classmethod
     def _engine_option(cls, name: str, hint: Any) -> Option:
@@ -176,11 +177,10 @@ class EngineOptions(OptionGroup):
             hint = list[str]
         if hint in (Depth, DraftVocab) or get_origin(hint) is Literal:
             hint = str  # EngineConfig checks these values
-        is_hidden = name == "synthetic_acceptance" and not cls.for_load_tests  # refused with a reason
         more: dict[str, Any] = {"metavar": item.metadata["metavar"]} if item.metadata["metavar"] else {}
         if spellings := SPELLINGS.get(name):
             more["parse"] = lambda text: spellings.get(text, text)
-        return cls._option(name, flag, doc, hint, is_hidden=is_hidden, **more)
+        return cls._option(name, flag, doc, hint, **more)
 
     @classmethod
     def collect(cls, values: Mapping[str, Any]) -> Self:
@@ -200,7 +200,7 @@ class EngineOptions(OptionGroup):
                 raise UsageError(f"--no-mtp and a depth of {given['depth']} contradict each other", "give one of them")
             given["depth"] = 0
         config = EngineConfig(**given)
-        if config.synthetic_acceptance and not cls.for_load_tests:
+        if config.synthetic_acceptance and "synthetic_acceptance" in cls.refused:
             raise UsageError("--synthetic-acceptance is for load tests", "use it with generate, serve or bench")
         if config.kv_spill is not None and not config.enable_prefix_caching:
             raise UsageError("--kv-spill keeps prompts, --no-enable-prefix-caching keeps none", "give one of them")
@@ -216,7 +216,7 @@ class EngineOptions(OptionGroup):
 class LoadTestOptions(EngineOptions):
     """EngineOptions of commands for load tests."""
 
-    for_load_tests: ClassVar[bool] = True
+    refused: ClassVar[frozenset[str]] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,9 @@ import json
 import re
 import sys
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -37,21 +37,21 @@ EXCLUSIVE = (
 )
 """Groups of options that contradict each other: the one with the highest precedence replaces the others."""
 NOT_SHARED: Mapping[str, frozenset[str]] = {
-    "verify": frozenset({"depth", "drafter", "seed", "max-num-batched-tokens", "no-enable-prefix-caching", "no-mtp",
-                         "speculative-config"}),
-    "tune": frozenset({"depth", "depth-by-batch", "rule", "no-mtp", "speculative-config"}),
+    "verify": frozenset({"speculative-config"}),
+    "tune": frozenset({"speculative-config"}),
     "demo": frozenset({"no-mtp"}),
-    "bench run": frozenset({"depth", "no-mtp", "temperature"}),
-    "bench step": frozenset({"draft-vocab", "depth-by-batch", "rule", "max-model-len", "max-num-seqs", "kv-blocks",
-                             "seed", "max-num-batched-tokens", "no-enable-prefix-caching", "ngram-min", "ngram-max",
-                             "no-shared-lookup", "speculative-config", "context", "rows"}),
+    "bench run": frozenset({"temperature", "speculative-config"}),
+    "bench step": frozenset({"speculative-config", "context", "rows"}),
     "train": frozenset({"depth", "draft-vocab"}),
+    "data": frozenset({"speculative-config"}),
     "plan": frozenset({"depth", "drafter", "context"}),
-    "probe": frozenset({"model"}),
+    "probe": frozenset({"model", "max-tokens"}),
     "gate": frozenset({"model"}),
-}  # fmt: skip
-"""Options that a command does not take from settings for all commands: the command chooses them, or uses the name for
-something else."""
+}
+"""Options that a command does not take from settings for all commands, besides those it refuses: the command chooses
+them, or uses the name for something else."""
+ALONE = {("bench run", "url"), ("tune", "url"), ("train", "from-scratch")}
+"""Command and option beside which MODEL and options of the engine are not taken from settings for all commands."""
 SWITCH_WORDS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
 
 
@@ -91,15 +91,17 @@ class Settings:
 
     def for_command(self, command: str, given: Iterable[str] = ()) -> dict[str, Setting]:
         """The settings of a command by option. `given`: options of its command line, which have precedence."""
+        options = self.options[command]
         found: dict[str, Setting] = {}
         for source in (self.from_environment, self.from_file):
             for scope in (*_scopes(command), ""):
                 first = {*given, *found}
                 hidden = first.union(*(group for group in EXCLUSIVE if group & first))
                 if not scope:
-                    hidden |= NOT_SHARED.get(command, frozenset())
-                known = (each for each in source if each.scope == scope and each.name not in hidden)
-                found |= {each.name: each for each in known if each.name in self.options[command]}
+                    hidden |= _not_shared(command, options, first)
+                for each in source:
+                    if each.scope == scope and each.name in options.keys() - hidden:
+                        found[each.name] = replace(each, value=_in_form(options[each.name], each.value))
         return found
 
     def replaced_by(self, setting: Setting) -> Setting | None:
@@ -174,13 +176,23 @@ def options_of(command: Command) -> dict[str, Option]:
     return {
         item.name if item.is_argument else item.label.removeprefix("--"): item
         for item in command.options
-        if not item.is_hidden and (item.name == "model" or not item.is_argument) and CONFIG not in item.flags
+        if (item.is_refused or not item.is_hidden)
+        and (item.name == "model" or not item.is_argument)
+        and CONFIG not in item.flags
     }
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
     """A hint for an unknown word."""
     return did_you_mean(word, known) or "its name is that of an option: see headstart COMMAND --help-all"
+
+
+def _not_shared(command: str, options: Mapping[str, Option], given: Set[str]) -> frozenset[str]:
+    """Names of options that the command does not take from settings for all commands. given: options that are set."""
+    refused = {name for name, item in options.items() if item.is_refused}
+    if any((command, name) in ALONE for name in given):
+        refused |= {name for name, item in options.items() if item.is_argument or item.panel.startswith("Engine")}
+    return NOT_SHARED.get(command, frozenset()) | refused
 
 
 def _scopes(command: str) -> list[str]:
@@ -221,6 +233,14 @@ def _from_text(option: Option, text: str, place: str) -> Any:
         return [str(each) for each in tomllib.loads(f"list = {text}")["list"]]
     except tomllib.TOMLDecodeError:
         raise UsageError(f"{place} is {text!r}, which is no list", """for example ["one", "two"]""") from None
+
+
+def _in_form(option: Option, value: Any) -> Any:
+    """A value, read as an option of the same name has it, in the form of this one; of several values the first."""
+    takes_list = option.is_list or option.num_values > 1
+    if takes_list == isinstance(value, list):
+        return value
+    return [value] if takes_list else value[0] if value else ""
 
 
 def _from_toml(option: Option, value: Any, place: str) -> Any:

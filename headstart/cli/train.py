@@ -2,13 +2,14 @@
 
 import importlib.util
 import time
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from headstart.cli.options import EngineOptions, OutputOptions
 from headstart.cli.parser import command
 from headstart.cli.render import finish, progress
+from headstart.config import config_fields
 from headstart.errors import UsageError
 from headstart.tools.options import AdaptFlags
 from headstart.train.flags import DataFlags, TrainFlags
@@ -22,6 +23,13 @@ DECODING_OPTIONS = {"backend", "quantization", "kv_cache_dtype", "dtype", "devic
                     "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_blocks", "block_size",
                     "seed", "lora"}  # fmt: skip
 """Engine options of `data`, which decodes without drafts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataEngineOptions(EngineOptions):
+    """EngineOptions of `data`."""
+
+    refused: ClassVar[frozenset[str]] = frozenset(config_fields()) - DECODING_OPTIONS
 
 
 @command(
@@ -97,7 +105,7 @@ def _with_own_text(options: "TrainOptions") -> "TrainOptions":
     "headstart data --out texts --prompts prompts.jsonl --only-prompts",
     "headstart train --data texts --out smollm2-head --minutes 60",
 )
-def data(flags: DataFlags, engine: EngineOptions, output: OutputOptions) -> int:
+def data(flags: DataFlags, engine: DataEngineOptions, output: OutputOptions) -> int:
     """Let a model write training text for a head.
 
     Answers to prompts of its own, second turns, and templates of writing, roleplay, reasoning, math, coding,

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from headstart.cli.options import EngineOptions, OutputOptions, number_or_word, read_text
 from headstart.cli.parser import command
@@ -23,6 +23,13 @@ VARIED = {
     "enable_prefix_caching": "--prefix-cache",
 }
 """Engine option that verify varies -> flag that sets its levels."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerifyEngineOptions(EngineOptions):
+    """EngineOptions of verify."""
+
+    refused: ClassVar[frozenset[str]] = EngineOptions.refused | VARIED.keys()
 
 
 def _depth(text: str) -> Any:
@@ -90,7 +97,7 @@ class CaseOptions(ModelOptions):
     "headstart verify --portable-bits --transcript here.json",
     "headstart verify --portable-bits --against here.json",
 )
-def verify(case: CaseOptions, levels: LevelOptions, engine: EngineOptions, output: OutputOptions) -> int:
+def verify(case: CaseOptions, levels: LevelOptions, engine: VerifyEngineOptions, output: OutputOptions) -> int:
     """Compare token ids with plain decoding, over pairs of all levels; exit code 1: a difference that is no tie."""
     _check(case, levels, engine)
     values = vars(case) | {"prompts": _read_prompts(case.prompts) if case.prompts else None}

@@ -45,8 +45,8 @@ def state_of(heads: NativeHeads, checkpoint: Checkpoint) -> HeadState:
     """The state of a checkpoint's native heads, by tensor names and shapes."""
     words = _Words(heads, checkpoint)
     promise = words.promise()
-    if not heads.parts and heads.promised.modules:
-        return unchecked(promise)
+    if not heads.parts:
+        return unchecked(promise, "unchecked" if heads.promised.modules else "none")
     if not heads.names:
         return _without(heads, words, checkpoint)
     if heads.unread:
@@ -135,9 +135,9 @@ class _Words:
         return "the config promises none"
 
 
-def unchecked(promise: str) -> HeadState:
+def unchecked(promise: str, word: Word = "unchecked") -> HeadState:
     """The state for a config.json without weights. promise: what the config declares."""
-    return HeadState("unchecked", f"{promise}; there are no weights here to check", "inspect it with its *.safetensors")
+    return HeadState(word, f"{promise}; there are no weights here to check", "inspect it with its *.safetensors")
 
 
 def dead(acceptance: float) -> HeadState:

@@ -241,7 +241,7 @@ def read_file(path: Path) -> list[Account]:
     """The accounts of a TOML file with one table for each key. A table has `key` or `sha256` (of the key, hexadecimal),
     and fields of AccountLimits. Raises UsageError, which names the wrong table."""
     try:
-        tables = tomllib.loads(path.read_text("utf-8"))
+        tables = tomllib.loads(path.read_text("utf-8-sig"))
     except OSError as error:
         raise UsageError(f"--api-key-file: cannot read {path}: {error.strerror}", "is the path right?") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

@@ -208,6 +208,6 @@ def _named(value: object) -> dict[str, str]:
 
 def _text(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ModelError(f"cannot read {file}: {error}") from error

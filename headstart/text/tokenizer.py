@@ -4,6 +4,7 @@ Decoding is defined per token (token_bytes.py): the bytes of all tokens are join
 invalid bytes. Later tokens therefore never change text that was already streamed.
 """
 
+import codecs
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -219,7 +220,7 @@ def special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
 
 def _parse(file: Path) -> tokenizers.Tokenizer:
     try:
-        return tokenizers.Tokenizer.from_file(str(file))
+        return tokenizers.Tokenizer.from_buffer(file.read_bytes().removeprefix(codecs.BOM_UTF8))
     except Exception as error:  # the library raises bare Exception for any broken file
         check_placeholder(file)
         raise ModelError(f"cannot read {file}: {error}", "download the tokenizer again") from error

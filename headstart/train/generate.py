@@ -68,7 +68,7 @@ def read_prompts(paths: Sequence[Path]) -> list[ConversationPrompt]:
     UsageError for a file without prompts."""
     prompts: list[ConversationPrompt] = []
     for path in find_files(paths):
-        with path.open(encoding="utf-8", errors="replace") as lines:
+        with path.open(encoding="utf-8-sig", errors="replace") as lines:
             parsed = [prompt for line in lines if (prompt := _parse_prompt(line, path.stem))]
         if not parsed:
             raise UsageError(f"{path} holds no prompts", 'each line is {"prompt": "..."}')

@@ -56,7 +56,7 @@ def read_tree(folder: Path) -> Iterator[TextPiece]:
         if kind is None or not path.is_file() or path.stat().st_size > MAX_FILE_BYTES:
             continue
         try:
-            text = path.read_text("utf-8")
+            text = path.read_text("utf-8-sig")
         except (OSError, UnicodeDecodeError):
             continue
         for piece in cut_text(text):

@@ -148,7 +148,7 @@ _HINT = 'each line is {"messages": [...]}, {"prompt": ..., "response": ...} or {
 
 def read_file(path: Path, skipped: SkippedRecords) -> Iterator[TrainingRecord]:
     """Usable records of one file; the other lines go to `skipped`."""
-    with path.open(encoding="utf-8", errors="replace") as lines:
+    with path.open(encoding="utf-8-sig", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -353,3 +354,19 @@ def test_serve_reads_tls_files_before_the_model(tmp_path: Path, capsys: Capture)
     empty.touch()
     assert main(["serve", "no-model", "--ssl-certfile", str(empty), "--ssl-keyfile", str(empty)]) == 2
     assert f"--ssl-keyfile {empty}: " in error_lines(capsys)[0]
+
+
+@pytest.mark.parametrize(
+    ("command", "refused"),
+    [
+        ("verify", "depth drafter no-mtp seed max-num-batched-tokens"), ("tune", "depth no-mtp depth-by-batch rule"),
+        ("bench run", "depth no-mtp"), ("bench step", "kv-spill lora rule seed"), ("data", "drafter depth no-mtp head"),
+    ],
+)  # fmt: skip
+def test_help_has_no_option_that_the_command_refuses(
+    command: str, refused: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command.split(), "--help-all"]) == 0
+    page = capsys.readouterr().out
+    assert "--threads" in page
+    assert [flag for flag in refused.split() if re.search(rf"^  --{flag}\b(?!-)", page, re.MULTILINE)] == []

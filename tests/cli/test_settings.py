@@ -190,3 +190,36 @@ def test_completion(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
         monkeypatch.setenv("_HEADSTART_COMPLETE", f"bash {typed}")
         assert main([]) == 0
         assert expected in capsys.readouterr().out.split()
+
+
+@pytest.mark.parametrize(
+    ("line", "command", "flag", "value"),
+    [
+        ('model = "some/model"', "serve", "model", ["some/model"]),
+        ('model = "some/model"', "generate", "model", "some/model"),
+        ('lora = ["a=x", "b=y"]', "data", "lora", ["a=x", "b=y"]),
+        ('lora = "x"', "train", "lora", "x"),
+        ('api-key = ["one", "two"]', "serve", "api-key", ["one", "two"]),
+        ('api-key = ["one", "two"]', "probe", "api-key", "one"),
+        ('[bench.run]\ncompare = ["a", "b"]', "bench run", "compare", ["a", "b"]),
+    ],
+)
+def test_a_line_for_all_has_the_form_of_each_command(line: str, command: str, flag: str, value: Any) -> None:
+    """Some commands take a list of what others take one of."""
+    write(line)
+    assert Settings(COMMANDS, {}).for_command(command)[flag].value == value
+
+
+@pytest.mark.parametrize(
+    ("command", "given", "hidden"),
+    [
+        ("data", (), "drafter"), ("bench step", (), "kv-spill"), ("bench run", (), "speculative-config"),
+        ("bench run", ("url",), "threads"), ("bench run", ("url",), "model"), ("tune", ("url",), "seed"),
+        ("train", ("from-scratch",), "model"), ("probe", (), "max-tokens"),
+    ],
+)  # fmt: skip
+def test_what_a_command_has_no_use_for_is_not_taken_from_a_line_for_all(
+    command: str, given: tuple[str, ...], hidden: str
+) -> None:
+    settings = Settings(COMMANDS, {f"HEADSTART_{hidden.upper().replace('-', '_')}": "1"})
+    assert hidden not in settings.for_command(command, given)

@@ -74,6 +74,12 @@ def test_from_directory(tmp_path: Path) -> None:
         ChatTemplate.from_directory(tmp_path)
 
 
+def test_a_byte_order_mark_is_not_in_the_prompt(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}", encoding="utf-8-sig")
+    template = ChatTemplate.from_directory(tmp_path)
+    assert template and template.render([{"role": "user", "content": "hello"}]) == "hello"
+
+
 def test_from_gguf() -> None:
     assert ChatTemplate.from_gguf(byte_level()) is None
     found = ChatTemplate.from_gguf(byte_level() | {"tokenizer.chat_template": "{{ bos_token }}{{ eos_token }}"})

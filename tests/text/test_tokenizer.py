@@ -231,7 +231,10 @@ def test_from_directory(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     tokenizer = Tokenizer.from_directory(tmp_path)
     assert tokenizer.eos_ids == {end, turn} and tokenizer.bos_id == inner.token_to_id("<s>")
-    (tmp_path / "tokenizer.json").write_text("{}")
+    file = tmp_path / "tokenizer.json"
+    file.write_text(file.read_text("utf-8"), encoding="utf-8-sig")  # as some editors save it
+    assert Tokenizer.from_directory(tmp_path).eos_ids == {end, turn}
+    file.write_text("{}")
     with pytest.raises(ModelError, match=r"cannot read .*tokenizer\.json"):
         Tokenizer.from_directory(tmp_path)
 
