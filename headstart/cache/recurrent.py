@@ -8,6 +8,8 @@ snapshot is written by the pass that computes its prefix, and found by the key o
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import accumulate, chain
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,6 +28,23 @@ class _SequenceState:
     # position -> slot of snapshots that are written but not published
     pending: dict[int, int] = field(default_factory=dict)
     heads: dict[int, int] = field(default_factory=dict)  # head's network -> position that its older state precedes
+
+
+class _SequenceSteps(NamedTuple):
+    """StateSteps of one sequence."""
+
+    own: int
+    read: int
+    start: int
+    keep: int
+    stores: list[tuple[int, int]]  # (position, slot), ascending
+
+
+def _joined(sequences: Seq[_SequenceSteps]) -> StateSteps:
+    own, reads, starts, keeps, stores = zip(*sequences, strict=True)
+    positions, slots = zip(*chain.from_iterable(stores), strict=True)
+    arrays = (own, reads, starts, keeps, [0, *accumulate(map(len, stores))], positions, slots)
+    return StateSteps(*(np.array(each, np.int32) for each in arrays))
 
 
 class StateCacheManager:
@@ -69,55 +88,37 @@ class StateCacheManager:
         """StateSteps of a pass over these spans. The states advance at once: the caller must run the pass. All rows
         except drafted ones are committed."""
         self._reading = set()
-        own, sources, starts, keeps, store_starts = [], [], [], [], [0]
-        positions: list[int] = []
-        slots: list[int] = []
+        sequences: list[_SequenceSteps] = []
         for span in spans:
             state, end = self._states[span.sequence], span.start + span.num_rows
             true_end = min(end, max(len(span.sequence.tokens), span.start))
             assert state.position <= span.start, "a recurrent state cannot go back"
             assert end - true_end <= self.num_kept, "more drafted rows than are kept"
-            own.append(state.own)
-            sources.append(state.source)
-            starts.append(state.position)
-            keeps.append(true_end)
             self._reading.add(state.source)
             snapshots = self._new_snapshots(span.sequence, state, true_end)
-            positions += [*snapshots, true_end]
-            slots += [*snapshots.values(), state.own]
-            store_starts.append(len(slots))
+            stores = [*snapshots.items(), (true_end, state.own)]
+            sequences.append(_SequenceSteps(state.own, state.source, state.position, true_end, stores))
             state.pending |= snapshots
             state.source, state.position = state.own, true_end
-        arrays = (own, sources, starts, keeps, store_starts, positions, slots)
-        return StateSteps(*(np.array(each, np.int32) for each in arrays))
+        return _joined(sequences)
 
     def plan_head(self, network: int, rows: Iterable[Rows], *, pairs: bool) -> StateSteps:
         """StateSteps of a pass of a head with states. Its pools have two slots for each sequence: one is the sequence's
         own, with the state after the latest row; the other one, `num_running` slots further, has the state before the
         newest pair, where the next pairs begin. Pairs without that state (after a prefix hit) begin with zeros; drafts
         may be worse then."""
-        own, reads, starts, ends, store_starts = [], [], [], [], [0]
-        positions: list[int] = []
-        slots: list[int] = []
+        sequences: list[_SequenceSteps] = []
         for part in rows:
             state, end = self._states[part.sequence], part.start + len(part.token_ids)
-            own.append(state.own)
-            starts.append(part.start)
-            ends.append(end)
             older = state.own + self.num_running  # slot of the state before the newest pair
+            read, stores = state.own, [(end, state.own)]
             if pairs:
-                reads.append(older if state.heads.get(network) == part.start else -1)
-            else:
-                reads.append(state.own)
-            if pairs and end - part.start > 1:
-                positions.append(end - 1)
-                slots.append(older)
-                state.heads[network] = end - 1
-            positions.append(end)
-            slots.append(state.own)
-            store_starts.append(len(slots))
-        arrays = (own, reads, starts, ends, store_starts, positions, slots)
-        return StateSteps(*(np.array(each, np.int32) for each in arrays))
+                read = older if state.heads.get(network) == part.start else -1
+                if end - part.start > 1:
+                    stores.insert(0, (end - 1, older))
+                    state.heads[network] = end - 1
+            sequences.append(_SequenceSteps(state.own, read, part.start, end, stores))
+        return _joined(sequences)
 
     def _new_snapshots(self, sequence: Sequence, state: _SequenceState, end: int) -> dict[int, int]:
         """Position -> slot of the snapshots to write between the sequence's state and `end`, in ascending order."""

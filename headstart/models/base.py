@@ -110,7 +110,7 @@ class Family:
         if strict and mtp.served and declared.modules > mtp.served:
             what = f"config.json promises {declared.modules} MTP modules, but {mtp.served} is served here"
             raise ModelError(what, f"lower {declared.key} to {mtp.served}: a module drafts several tokens, one by one")
-        return min(declared.modules, mtp.used or declared.modules)
+        return mtp.num_used(declared.modules)
 
     def tiny_config(self, **changes: Any) -> dict[str, Any]:
         """config.json of the tiny test model. changes: keys to add or replace."""

@@ -119,6 +119,10 @@ class MTPLayout:
             return Declared(self.default, None)
         return Declared(max(found.modules - self.spare, min(found.modules, 1)), found.key)
 
+    def num_used(self, modules: int) -> int:
+        """How many of a checkpoint's `modules` headstart runs."""
+        return min(modules, self.used or modules)
+
     def serves(self, config: Mapping[str, Any]) -> bool:
         """True if the config has this layout (see `requires` and `unless`)."""
         required = not self.requires or bool(first_value(config, self.requires))
