@@ -78,7 +78,7 @@ int attend(Program& program, int q, nb::object kv_pool, int64_t num_heads, float
     program.partial_floats = std::max(program.partial_floats, pool->layout.padded_value() + 16);
     step.attends = true;
     step.num_tasks = [shape](const Pass& pass) { return pass.attends[shape].before.back(); };
-    step.run = [&program, pool, common, shape, q, bias, out, own_last = causal || before, own = step.quantizes,
+    step.run = [&program, pool, common, shape, q, bias, out, sees_itself = causal || before, quantizes = step.quantizes,
                 block = block_window ? window : 0](const Pass& pass, int64_t index) {
         const AttendTasks& tasks = pass.attends[shape];
         const auto& before = tasks.before;
@@ -92,7 +92,7 @@ int attend(Program& program, int q, nb::object kv_pool, int64_t num_heads, float
         AttendTask task = common;
         static_cast<Tiles&>(task) = tiles_of(*pool, pass, pass.span_of(unit), head);
         task.positions = pass.positions;
-        task.sees = own_last ? pass.positions : pass.sees;
+        task.sees = sees_itself ? pass.positions : pass.sees;
         task.first_row = row;
         task.first_query = queries * tile / tiles;
         task.num_queries = queries * (tile + 1) / tiles - task.first_query;
@@ -105,12 +105,12 @@ int attend(Program& program, int q, nb::object kv_pool, int64_t num_heads, float
             task.bias_stride = program.buffers[bias].stride();
         }
         task.out = program.output(out);
-        if (!own) task.out.quants = nullptr;
+        if (!quantizes) task.out.quants = nullptr;
         gather_path(*pool, pass, row, task);
         if (splits == 1) return program.kernels.attend(task);
         task.split = tasks.first[unit] + split;
         task.partials = program.partials();
-        task.num_splits = tasks.most;
+        task.num_splits = tasks.max_splits;
         program.kernels.attend(task);
         std::atomic<int32_t>& ended = program.ended(row * heads * common.group + head * tiles + tile);
         if (ended.fetch_add(1, std::memory_order_acq_rel) + 1 < splits) return;

@@ -17,37 +17,37 @@ constexpr int64_t kTilesPerTask = 8;   // query tiles of one row per task: they 
 int64_t num_visible(const Pass& pass, int64_t row) { return pass.sees[row] + 1 - pass.first_position; }
 
 // Scores of windows for each group of heads: scores.row(row)[group * windows + window]. With weights (-1: none) the score of
-// a window is that of its last position, else the greatest of its visible positions. `windows` of a row; rows with at most
-// `few` have no scores.
+// a window is that of its last position, else the greatest of its visible positions. windows(pass, row): number of windows of
+// a row. dense_limit: rows with at most this many windows attend to all of them and get no scores.
 template <class Windows>
-int score(Program& program, int q, int weights, nb::object kv_pool, int64_t heads, int64_t groups, int64_t few,
-          int64_t every, Windows windows) {
+int score(Program& program, int q, int weights, nb::object kv_pool, int64_t heads, int64_t groups, int64_t dense_limit,
+          int64_t window_size, Windows windows) {
     KVPool* pool = nb::cast<KVPool*>(kv_pool);
     program.limits.reach(program.limits.table_slots, pool->num_slots);
     program.scores.wanted = true;
     const int scored = program.buffer(0, false);
-    const int64_t stretch = std::max<int64_t>(kSplit / every, 1); // windows scored by one task
+    const int64_t per_task = std::max<int64_t>(kSplit / window_size, 1); // windows scored by one task
     Step step;
     step.label = "attention";
     step.reads = {q};
     if (weights >= 0) step.reads.push_back(weights);
     step.writes = {scored};
     step.owners = {kv_pool};
-    const auto num_parts = [&program, each = stretch * every] { return (program.scores.width + each - 1) / each; };
+    const auto num_parts = [&program, each = per_task * window_size] { return (program.scores.width + each - 1) / each; };
     step.num_tasks = [num_parts](const Pass& pass) { return pass.num_rows * num_parts(); };
-    step.run = [&program, pool, q, weights, heads, groups, few, every, windows, stretch,
+    step.run = [&program, pool, q, weights, heads, groups, dense_limit, window_size, windows, per_task,
                 num_parts](const Pass& pass, int64_t index) {
         const int64_t parts = num_parts(), row = index / parts, count = windows(pass, row);
-        const int64_t begin = index % parts * stretch, end = std::min(begin + stretch, count);
-        if (count <= few || begin >= end) return;
+        const int64_t begin = index % parts * per_task, end = std::min(begin + per_task, count);
+        if (count <= dense_limit || begin >= end) return;
         const int64_t first = pass.first_position;
         thread_local std::vector<float> scores;
         IndexTask task{};
         static_cast<Tiles&>(task) = tiles_of(*pool, pass, pass.row_spans[row], 0);
         gather_path(*pool, pass, row, task);
         task.num_heads = heads / groups;
-        task.begin = (first + begin * every) / 16 * 16;
-        task.end = std::min<int64_t>(first + end * every, pass.sees[row] + 1);
+        task.begin = (first + begin * window_size) / 16 * 16;
+        task.end = std::min<int64_t>(first + end * window_size, pass.sees[row] + 1);
         scores.resize((task.end - task.begin + 15) / 16 * 16);
         task.scores = scores.data();
         for (int64_t group = 0; group < groups; ++group) {
@@ -56,9 +56,9 @@ int score(Program& program, int q, int weights, nb::object kv_pool, int64_t head
             program.kernels.index_scores(task);
             float* out = program.scores.row(row) + group * count;
             for (int64_t window = begin; window < end; ++window) {
-                const int64_t at = first + window * every, behind = std::min(at + every, task.end);
+                const int64_t start = first + window * window_size, stop = std::min(start + window_size, task.end);
                 const float* from = scores.data() - task.begin;
-                out[window] = weights < 0 ? *std::max_element(from + at, from + behind) : from[behind - 1];
+                out[window] = weights < 0 ? *std::max_element(from + start, from + stop) : from[stop - 1];
             }
         }
     };
@@ -67,28 +67,29 @@ int score(Program& program, int q, int weights, nb::object kv_pool, int64_t head
 }
 
 // Indices of the top_k best scores, ascending; ties go to lower indices.
-void top_indices(const float* scores, int64_t count, int64_t top_k, int32_t* places) {
+void top_indices(const float* scores, int64_t count, int64_t top_k, int32_t* indices) {
     thread_local std::vector<float> sorted;
     sorted.assign(scores, scores + count);
     std::nth_element(sorted.begin(), sorted.begin() + (top_k - 1), sorted.end(), std::greater<float>());
-    const float least = sorted[top_k - 1];
-    int64_t equal = top_k - std::count_if(sorted.begin(), sorted.begin() + top_k, [&](float each) { return each > least; });
+    const float threshold = sorted[top_k - 1];
+    int64_t equal = top_k - std::count_if(sorted.begin(), sorted.begin() + top_k, [&](float each) { return each > threshold; });
     for (int64_t i = 0; i < count; ++i)
-        if (scores[i] > least || (scores[i] == least && equal-- > 0)) *places++ = (int32_t)i;
+        if (scores[i] > threshold || (scores[i] == threshold && equal-- > 0)) *indices++ = (int32_t)i;
 }
 
 // The positions of the windows in `picked`, then the visible ones after the first `count` windows.
-int64_t whole_windows(const std::vector<int32_t>& picked, int64_t count, int64_t every, int64_t first, int64_t visible,
-                      int32_t* places) {
+int64_t whole_windows(const std::vector<int32_t>& picked, int64_t count, int64_t window_size, int64_t first, int64_t visible,
+                      int32_t* positions) {
     int64_t found = 0;
     for (int32_t window : picked)
-        for (int64_t i = 0; i < every; ++i) places[found++] = (int32_t)(first + window * every + i);
-    for (int64_t i = count * every; i < visible; ++i) places[found++] = (int32_t)(first + i);
+        for (int64_t i = 0; i < window_size; ++i) positions[found++] = (int32_t)(first + window * window_size + i);
+    for (int64_t i = count * window_size; i < visible; ++i) positions[found++] = (int32_t)(first + i);
     return found;
 }
 
-// The `blocks` blocks of `size` scores with the greatest ones, the last block among them: their number, then the blocks.
-void keep_blocks(const float* scores, int64_t count, int64_t blocks, int64_t size, int32_t* kept) {
+// Writes the number of kept blocks, then the blocks: the last one and those with the greatest scores, `blocks` in all. A
+// block has `size` scores.
+void top_blocks(const float* scores, int64_t count, int64_t blocks, int64_t size, int32_t* kept) {
     thread_local std::vector<float> greatest;
     greatest.clear();
     for (int64_t i = 0; i < count; i += size)
@@ -99,7 +100,7 @@ void keep_blocks(const float* scores, int64_t count, int64_t blocks, int64_t siz
 }
 
 // Moves the scores of the kept blocks to the front, in order, and returns their number.
-int64_t scores_among(float* scores, int64_t count, int64_t size, const int32_t* kept) {
+int64_t keep_scores(float* scores, int64_t count, int64_t size, const int32_t* kept) {
     float* end = scores;
     for (int64_t i = 1; i <= *kept; ++i)
         end = std::copy(scores + kept[i] * size, scores + std::min((kept[i] + 1) * size, count), end);
@@ -107,55 +108,61 @@ int64_t scores_among(float* scores, int64_t count, int64_t size, const int32_t* 
 }
 
 // Returns a buffer of int32 rows, one for each group of heads: number of selected positions, then the positions, which are
-// left out if all are selected. Windows of `every` positions are selected by the scores of their last ones; whole: with all
-// their positions; own: without the last visible window, which is always selected.
-// blocks > 0: candidates (Ops.select_positions), blocks of block_size windows. A source (among < 0) writes the number of kept
-// blocks, then the blocks, behind its positions; among: the buffer of the last source, of the same top_k.
+// left out if all are selected. A window of window_size positions is selected by the score of its last one; whole: with all
+// its positions; local (IndexSpec.local): the last visible window is always selected, and no candidate.
+// blocks > 0: candidates (IndexSpec.candidates) are blocks of block_size windows. candidates: the buffer of the source, a
+// selection of the same top_k, which has the number of candidate blocks, then the blocks, behind its positions; -1: this
+// selection is the source.
 int choose(Program& program, int q, int weights, nb::object kv_pool, int64_t heads, int64_t groups, int64_t top_k,
-           int64_t every, bool whole, bool own, int64_t blocks, int64_t block_size, int among) {
+           int64_t window_size, bool whole, bool local, int64_t blocks, int64_t block_size, int candidates) {
     const KVLayout layout = nb::cast<KVPool*>(kv_pool)->layout;
     require(heads > 0 && top_k > 0 && layout.num_heads == 1 && program.buffers[q].width == heads * layout.head_dim &&
                 program.buffers[weights].width == heads && !program.buffers[q].logits,
             "choose: shapes differ");
-    require(every > 0 && blocks >= 0 && block_size > 0, "choose: every and block_size must be above 0");
-    require(groups > 0 && heads % groups == 0 && groups <= every, "choose: groups must divide the heads, and be at most every");
-    require(blocks > 0 ? !whole && groups == 1 : among < 0, "choose: whole windows are not selected among candidates");
-    require(whole || !own, "choose: own positions are those of whole windows");
-    const auto windows = [every, own](const Pass& pass, int64_t row) { return (num_visible(pass, row) - own) / every; };
-    const int64_t few = blocks > 0 ? std::min(top_k, blocks * block_size) : top_k; // windows, of which none is left out
-    const int scored = score(program, q, weights, kv_pool, heads, groups, few, every, windows);
-    const bool keeps = blocks > 0 && among < 0;
-    const int chosen = program.buffer(whole ? (top_k + 1) * every + 1 : top_k + 1 + (keeps ? blocks + 1 : 0), false);
+    require(window_size > 0 && blocks >= 0 && block_size > 0, "choose: window_size and block_size must be above 0");
+    require(groups > 0 && heads % groups == 0 && groups <= window_size,
+            "choose: groups must divide the heads, and be at most window_size");
+    require(blocks > 0 ? !whole && groups == 1 : candidates < 0, "choose: whole windows are not selected among candidates");
+    require(whole || !local, "choose: local needs whole windows");
+    const auto windows = [window_size, local](const Pass& pass, int64_t row) {
+        return (num_visible(pass, row) - local) / window_size;
+    };
+    const int64_t dense_limit = blocks > 0 ? std::min(top_k, blocks * block_size) : top_k; // windows
+    const int scored = score(program, q, weights, kv_pool, heads, groups, dense_limit, window_size, windows);
+    const bool is_source = blocks > 0 && candidates < 0;
+    const int64_t width = whole ? (top_k + 1) * window_size : top_k + (is_source ? blocks + 1 : 0);
+    const int chosen = program.buffer(width + 1, false);
     program.buffers[chosen].copies = groups;
     Step step;
     step.label = "attention";
     step.reads = {scored};
     step.writes = {chosen};
-    if (among >= 0) step.reads.push_back(among);
+    if (candidates >= 0) step.reads.push_back(candidates);
     step.by_rows = true;
-    step.run = [&program, chosen, windows, groups, top_k, few, every, whole, blocks, block_size, among,
-                keeps](const Pass& pass, int64_t row) {
+    step.run = [&program, chosen, windows, groups, top_k, dense_limit, window_size, whole, blocks, block_size, candidates,
+                is_source](const Pass& pass, int64_t row) {
         const int64_t count = windows(pass, row), first = pass.first_position, visible = num_visible(pass, row);
         for (int64_t group = 0; group < groups; ++group) {
             auto* found = reinterpret_cast<int32_t*>(program.values(chosen, row * groups + group));
             *found = (int32_t)(whole && count <= top_k ? visible : std::min(count, top_k));
-            if (count <= few) continue;
+            if (count <= dense_limit) continue;
             float* scores = program.scores.row(row) + group * count;
-            if (keeps) keep_blocks(scores, count, blocks, block_size, found + 1 + top_k);
+            if (is_source) top_blocks(scores, count, blocks, block_size, found + 1 + top_k);
             if (whole) {
                 thread_local std::vector<int32_t> picked;
                 picked.resize(top_k);
                 top_indices(scores, count, top_k, picked.data());
-                *found = (int32_t)whole_windows(picked, count, every, first, visible, found + 1);
+                *found = (int32_t)whole_windows(picked, count, window_size, first, visible, found + 1);
                 continue;
             }
-            const auto* in = among < 0 ? nullptr : reinterpret_cast<const int32_t*>(program.values(among, row)) + 1 + top_k;
-            const int64_t candidates = in ? scores_among(scores, count, block_size, in) : count;
-            *found = (int32_t)std::min(candidates, top_k);
-            top_indices(scores, candidates, *found, found + 1);
+            const int32_t* from = nullptr; // number of candidate blocks, then the blocks
+            if (candidates >= 0) from = reinterpret_cast<const int32_t*>(program.values(candidates, row)) + 1 + top_k;
+            const int64_t num_candidates = from ? keep_scores(scores, count, block_size, from) : count;
+            *found = (int32_t)std::min(num_candidates, top_k);
+            top_indices(scores, num_candidates, *found, found + 1);
             for (int64_t i = 1; i <= *found; ++i) {
-                const int64_t window = in ? in[1 + found[i] / block_size] * block_size + found[i] % block_size : found[i];
-                found[i] = (int32_t)(first + (window + 1) * every - 1);
+                const int64_t window = from ? from[1 + found[i] / block_size] * block_size + found[i] % block_size : found[i];
+                found[i] = (int32_t)(first + (window + 1) * window_size - 1);
             }
         }
     };
@@ -163,26 +170,28 @@ int choose(Program& program, int q, int weights, nb::object kv_pool, int64_t hea
     return chosen;
 }
 
-int64_t num_blocks(const Pass& pass, int64_t row, int64_t every) { return (num_visible(pass, row) + every - 1) / every; }
+int64_t num_blocks(const Pass& pass, int64_t row, int64_t block_size) {
+    return (num_visible(pass, row) + block_size - 1) / block_size;
+}
 
 // As `choose`, with a selection of blocks for each head (one buffer row each); the last block is always selected.
-int choose_blocks(Program& program, int q, nb::object kv_pool, int64_t heads, int64_t top_k, int64_t every) {
+int choose_blocks(Program& program, int q, nb::object kv_pool, int64_t heads, int64_t top_k, int64_t block_size) {
     const KVLayout layout = nb::cast<KVPool*>(kv_pool)->layout;
     require(heads > 0 && top_k > 0 && layout.num_heads == 1 && program.buffers[q].width == heads * layout.head_dim &&
                 !program.buffers[q].logits,
             "choose_blocks: shapes differ");
-    require(every >= 2 * heads, "choose_blocks: a block must have two positions for each head or more"); // Scores::width
-    const auto windows = [every](const Pass& pass, int64_t row) { return num_blocks(pass, row, every); };
-    const int scored = score(program, q, -1, kv_pool, heads, heads, top_k, every, windows);
-    const int chosen = program.buffer(top_k * every + 1, false);
+    require(block_size >= 2 * heads, "choose_blocks: a block must have two positions for each head or more"); // Scores::width
+    const auto windows = [block_size](const Pass& pass, int64_t row) { return num_blocks(pass, row, block_size); };
+    const int scored = score(program, q, -1, kv_pool, heads, heads, top_k, block_size, windows);
+    const int chosen = program.buffer(top_k * block_size + 1, false);
     program.buffers[chosen].copies = heads;
     Step step;
     step.label = "attention";
     step.reads = {scored};
     step.writes = {chosen};
     step.by_rows = true;
-    step.run = [&program, chosen, heads, top_k, every](const Pass& pass, int64_t row) {
-        const int64_t visible = num_visible(pass, row), count = num_blocks(pass, row, every), first = pass.first_position;
+    step.run = [&program, chosen, heads, top_k, block_size](const Pass& pass, int64_t row) {
+        const int64_t visible = num_visible(pass, row), count = num_blocks(pass, row, block_size), first = pass.first_position;
         thread_local std::vector<int32_t> picked;
         picked.resize(top_k);
         for (int64_t head = 0; head < heads; ++head) {
@@ -192,11 +201,11 @@ int choose_blocks(Program& program, int q, nb::object kv_pool, int64_t heads, in
             float* scores = program.scores.row(row) + head * count;
             scores[count - 1] = INFINITY;
             top_indices(scores, count, top_k, picked.data());
-            int32_t* places = found + 1;
+            int32_t* positions = found + 1;
             for (int64_t block : picked)
-                for (int64_t i = block * every; i < std::min((block + 1) * every, visible); ++i)
-                    *places++ = (int32_t)(first + i);
-            *found = (int32_t)(places - found - 1);
+                for (int64_t i = block * block_size; i < std::min((block + 1) * block_size, visible); ++i)
+                    *positions++ = (int32_t)(first + i);
+            *found = (int32_t)(positions - found - 1);
         }
     };
     program.add(std::move(step));
@@ -204,12 +213,12 @@ int choose_blocks(Program& program, int q, nb::object kv_pool, int64_t heads, in
 }
 
 // Copies a row's selected positions to scratch tiles, one after another from the first position on.
-void gather_chosen(const KVPool& pool, const Pass& pass, int64_t row, const int32_t* places, int64_t count, Tiles& tiles) {
+void gather_chosen(const KVPool& pool, const Pass& pass, int64_t row, const int32_t* positions, int64_t count, Tiles& tiles) {
     const int64_t bytes = pool.layout.tile_bytes(), first = pass.first_position;
     thread_local std::vector<uint8_t> scratch;
     scratch.resize(((first + count - 1) / 16 + 1) * bytes);
     for (int64_t i = 0; i < count; ++i) {
-        const int64_t slot = slot_of(tiles, pass, row, places[i]), at = first + i;
+        const int64_t slot = slot_of(tiles, pass, row, positions[i]), at = first + i;
         copy_lane(pool.layout, pool.tile(slot, tiles.kv_head), slot % 16, scratch.data() + at / 16 * bytes, at % 16);
     }
     tiles.scratch = scratch.data();
@@ -229,7 +238,7 @@ int attend_chosen(Program& program, int q, nb::object kv_pool, int64_t num_heads
     step.reads.push_back(chosen);
     step.num_tasks = [each](const Pass& pass) { return pass.num_rows * each; };
     step.run = [&program, pool, common, q, out, chosen, copies, parts, each, together,
-                own = step.quantizes](const Pass& pass, int64_t index) {
+                quantizes = step.quantizes](const Pass& pass, int64_t index) {
         const int64_t row = index / each, kv_head = index % each / parts;
         const int64_t selection = row * copies + kv_head * copies / pool->layout.num_heads;
         const auto* found = reinterpret_cast<const int32_t*>(program.values(chosen, selection));
@@ -245,7 +254,7 @@ int attend_chosen(Program& program, int q, nb::object kv_pool, int64_t num_heads
         task.queries = program.values(q, row);
         task.query_stride = program.buffers[q].stride();
         task.out = program.output(out).from_row(row);
-        if (!own) task.out.quants = nullptr;
+        if (!quantizes) task.out.quants = nullptr;
         attend_part(program, task, index % parts, together);
     };
     program.add(std::move(step));
@@ -257,8 +266,8 @@ int attend_chosen(Program& program, int q, nb::object kv_pool, int64_t num_heads
 void bind_choice_steps(nb::class_<Program>& program) {
     program
         .def("choose", choose, nb::arg("q"), nb::arg("weights"), nb::arg("pool"), nb::arg("heads"),
-             nb::arg("groups"), nb::arg("top_k"), nb::arg("every"), nb::arg("whole"), nb::arg("own"),
-             nb::arg("blocks") = 0, nb::arg("block_size") = 1, nb::arg("among") = -1)
+             nb::arg("groups"), nb::arg("top_k"), nb::arg("window_size"), nb::arg("whole"), nb::arg("local"),
+             nb::arg("blocks") = 0, nb::arg("block_size") = 1, nb::arg("candidates") = -1)
         .def("choose_blocks", choose_blocks)
         .def("attend_chosen", attend_chosen, nb::arg("q"), nb::arg("pool"), nb::arg("num_heads"), nb::arg("scale"),
              nb::arg("softcap"), nb::arg("sinks").none(), nb::arg("chosen"));

@@ -95,8 +95,8 @@ std::pair<int, int> route(Program& program, int logits, std::optional<Floats> bi
     step.owners = {nb::cast(bias), nb::cast(token_experts)};
     step.run = [&program, logits, top_k, routing = routing.get(), b = bias ? bias->data() : nullptr,
                 table = token_experts ? token_experts->data() : nullptr](const Pass& pass, int64_t row) {
-        const int64_t* own = table ? table + pass.token_ids[row] * top_k : nullptr;
-        program.kernels.route(program.values(logits, row), b, own, routing->router, routing->ids.data() + row * top_k,
+        const int64_t* fixed = table ? table + pass.token_ids[row] * top_k : nullptr;
+        program.kernels.route(program.values(logits, row), b, fixed, routing->router, routing->ids.data() + row * top_k,
                               routing->weights.data() + row * top_k);
     };
     program.add(std::move(step));
@@ -250,7 +250,7 @@ int head_linear(Program& program, int x, nb::list matrices) {
 void bind_expert_steps(nb::class_<Program>& program) {
     program.def("route", route, nb::arg("logits"), nb::arg("bias").none(), nb::arg("top_k"), nb::arg("num_groups"),
                 nb::arg("top_groups"), nb::arg("scoring"), nb::arg("normalize"), nb::arg("scale"), nb::arg("num_identity"),
-                nb::arg("scales_inputs"), nb::arg("told").none());
+                nb::arg("scales_inputs"), nb::arg("token_experts").none());
     program.def("experts", experts);
     program.def("head_linear", head_linear);
 }

@@ -40,9 +40,9 @@ AttendTasks::AttendTasks(const Pass& pass, const AttendShape& shape, int64_t max
         const int64_t latest = *std::max_element(pass.sees + pass.unit_starts[unit], pass.sees + pass.unit_starts[unit + 1]);
         first.push_back((int32_t)(std::max(oldest, pass.first_position) / kSplit));
         count.push_back((int32_t)(latest / kSplit + 1 - first.back()));
-        most = std::max(most, latest / kSplit + 1);
+        max_splits = std::max(max_splits, latest / kSplit + 1);
     }
-    if (most == 1) {
+    if (max_splits == 1) {
         count.clear();
         cut(pass, shape, std::min(max_queries, kSharedQueries));
         return;
@@ -294,15 +294,15 @@ void Program::allocate(Arena& arena, const Pass& pass) {
 
 void Program::share_contexts(Pass& pass, int threads) {
     pass.attends.clear();
-    int64_t queries = 0, most = 0;
+    int64_t queries = 0, max_splits = 0;
     for (const AttendShape& shape : attends) {
         pass.attends.emplace_back(pass, shape, kernels.max_queries, threads);
         if (pass.attends.back().count.empty()) continue;
         queries = std::max(queries, pass.num_rows * shape.heads * shape.group);
-        most = std::max(most, pass.attends.back().most);
+        max_splits = std::max(max_splits, pass.attends.back().max_splits);
     }
-    if (most < 2) return;
-    const int64_t bytes = queries * most * partial_floats * 4;
+    if (max_splits < 2) return;
+    const int64_t bytes = queries * max_splits * partial_floats * 4;
     if (!partials_ || partials_->size() < bytes) partials_ = std::make_unique<Memory>(bytes);
     if (num_ended_ >= queries) return;
     ended_ = std::make_unique<std::atomic<int32_t>[]>(queries);

@@ -172,7 +172,7 @@ struct AttendTasks {
     AttendTasks(const Pass& pass, const AttendShape& shape, int64_t max_queries, int threads);
     std::vector<int64_t> before; // [units + 1] number of tasks before each unit, then of all
     std::vector<int32_t> first, count; // [units] first KV split and their number; empty: a task does all splits
-    int64_t most = 0;                  // maximum number of splits from position 0 on, if they are shared
+    int64_t max_splits = 0;            // from position 0 on, if splits are shared
 
   private:
     void cut(const Pass& pass, const AttendShape& shape, int64_t max_queries);

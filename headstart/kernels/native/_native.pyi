@@ -226,7 +226,7 @@ class Program:
         scale: float,
         num_identity: int,
         scales_inputs: bool,
-        told: NDArray[np.int64] | None,
+        token_experts: NDArray[np.int64] | None,
     ) -> tuple[int, int]:
         """The selected experts, for `experts`."""
 
@@ -261,14 +261,14 @@ class Program:
         heads: int,
         groups: int,
         top_k: int,
-        every: int,
+        window_size: int,
         whole: bool,
-        own: bool,
+        local: bool,
         blocks: int = 0,
         block_size: int = 1,
-        among: int = -1,
+        candidates: int = -1,
     ) -> int: ...
-    def choose_blocks(self, q: int, pool: KVPool, heads: int, top_k: int, every: int) -> int: ...
+    def choose_blocks(self, q: int, pool: KVPool, heads: int, top_k: int, block_size: int) -> int: ...
     def attend_chosen(
         self,
         q: int,

@@ -191,9 +191,9 @@ class ProgramRecorder:
 
     def select_positions(self, q: Symbol, weights: Symbol, pool: KVPool, spec: specs.IndexSpec) -> None:
         rows, blocks = (self._index(q), self._index(weights)), spec.candidates
-        among = () if blocks is None else (blocks.count, blocks.size, -1 if blocks.source else self._candidates)
+        limit = () if blocks is None else (blocks.count, blocks.size, -1 if blocks.source else self._candidates)
         self._chosen[pool] = self.program.choose(
-            *rows, pool, spec.num_heads, spec.groups, spec.top_k, spec.every, spec.whole, spec.local, *among
+            *rows, pool, spec.num_heads, spec.groups, spec.top_k, spec.every, spec.whole, spec.local, *limit
         )
         self._candidates = self._chosen[pool] if blocks and blocks.source else self._candidates
 
@@ -209,10 +209,8 @@ class ProgramRecorder:
         if chosen is not None:
             has_mask = spec.window or spec.chunk or spec.causal or spec.excludes_self
             assert not has_mask, "an attention over selected positions cannot have a mask"
-            among = self._chosen[chosen]
-            return Symbol(
-                width, self.program.attend_chosen(index, pool, spec.num_heads, spec.scale, spec.softcap, sinks, among)
-            )
+            how = (spec.num_heads, spec.scale, spec.softcap, sinks, self._chosen[chosen])
+            return Symbol(width, self.program.attend_chosen(index, pool, *how))
         how = (spec.num_heads, spec.scale, spec.window, spec.softcap, sinks)
         mask = (spec.causal, spec.excludes_self, spec.chunk)
         near = -1 if bias is None else self._index(bias)
@@ -267,8 +265,8 @@ class ProgramRecorder:
         chosen: KVPool | None = None,
     ) -> Symbol:  # fmt: skip
         assert not spec.block_window, "a window beside compressed entries counts from each row"
-        among = -1 if chosen is None else self._chosen[chosen]
-        how = (spec.num_heads, spec.scale, spec.softcap, spec.window, every, sinks, among)
+        selected = -1 if chosen is None else self._chosen[chosen]
+        how = (spec.num_heads, spec.scale, spec.softcap, spec.window, every, sinks, selected)
         width = spec.num_heads * spec.value_width
         return Symbol(width, self.program.attend_beside(self._index(q), pool, entries, *how))
 
