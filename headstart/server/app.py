@@ -9,6 +9,7 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse
+from fastapi.routing import APIRoute
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp
 
@@ -123,13 +124,15 @@ def app_over(models: ModelManager, config: ServerConfig) -> ASGIApp:
         url_policy(config.allow_image_urls, config.allowed_media_domains),
         allow_lora_updates=config.allow_lora_updates,
     )  # fmt: skip
-    for part in (adapters, completions, messages, responses, ollama, embeddings):
-        app.include_router(part.router)
-    app.include_router(router)
+    routers = [part.router for part in (adapters, completions, messages, responses, ollama, embeddings)] + [router]
     if config.role == "prefill":
-        app.include_router(prefill_server.router)
+        routers.append(prefill_server.router)
+    for each in routers:
+        app.include_router(each)
     app.add_route("/docs", lambda _: HTMLResponse(docs_page(app.openapi())), include_in_schema=False)
-    errors.install_handlers(app)
+    # not from the OpenAPI document, which takes a second to build
+    paths = [route.path_format for each in routers for route in each.routes if isinstance(route, APIRoute)]
+    errors.install_handlers(app, paths)
     guarded: ASGIApp = ApiKeyGuard(app, models.accounts, config.replica) if models.accounts else app
     guarded = NormalizedPaths(guarded)
     guarded = guarded if config.no_web else Pages(guarded)

@@ -2,7 +2,8 @@
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
@@ -76,10 +77,10 @@ def error_response(error: HeadstartError, path: str = "") -> tuple[int, dict[str
     return status, error_body(str(error), status, param, path)
 
 
-def install_handlers(app: FastAPI) -> None:
-    """Turn every exception of an endpoint into an error response."""
+def install_handlers(app: FastAPI, paths: Sequence[str]) -> None:
+    """Turn every exception of an endpoint into an error response. paths: of the API, for hints."""
     app.add_exception_handler(HeadstartError, _handle_user_error)  # type: ignore[arg-type]
-    app.add_exception_handler(HTTPException, _handle_http_error)  # type: ignore[arg-type]
+    app.add_exception_handler(HTTPException, partial(_handle_http_error, paths))  # type: ignore[arg-type]
     app.add_exception_handler(ClientGone, lambda request, error: Response(status_code=CLIENT_GONE))
     app.add_exception_handler(Exception, _handle_bug)
 
@@ -96,18 +97,17 @@ def retry_headers(error: BusyError | LimitError) -> dict[str, str]:
     return {"Retry-After": str(max(1, math.ceil(error.seconds))), **more}
 
 
-async def _handle_http_error(request: Request, error: HTTPException) -> JSONResponse:
-    body = error_body(_http_message(request, error), error.status_code, path=request.url.path)
+async def _handle_http_error(paths: Sequence[str], request: Request, error: HTTPException) -> JSONResponse:
+    body = error_body(_http_message(paths, request, error), error.status_code, path=request.url.path)
     return JSONResponse(body, error.status_code, error.headers)
 
 
-def _http_message(request: Request, error: HTTPException) -> str:
+def _http_message(paths: Sequence[str], request: Request, error: HTTPException) -> str:
     """The message of a framework error. For 404 and 405 the framework only gives the status name: name the path."""
     path = limits.shortened(request.url.path)
     if error.detail == HTTPStatus.NOT_FOUND.phrase:
         wanted = request.url.path  # clients differ in whether the base URL ends with /v1
-        known = request.app.openapi()["paths"]
-        like = next((each for each in known if each.endswith(wanted) or wanted.endswith(each)), None)
+        like = next((each for each in paths if each.endswith(wanted) or wanted.endswith(each)), None)
         return f"there is nothing at {path} (hint: {f'did you mean {like}?' if like else '/docs lists what there is'})"
     if error.detail == HTTPStatus.METHOD_NOT_ALLOWED.phrase:
         return f"{path} takes {(error.headers or {}).get('Allow', 'other methods')}, not {request.method}"
