@@ -80,7 +80,7 @@ def error_response(error: HeadstartError, path: str = "") -> tuple[int, dict[str
 def install_handlers(app: FastAPI, paths: Sequence[str]) -> None:
     """Turn every exception of an endpoint into an error response. paths: of the API, for hints."""
     app.add_exception_handler(HeadstartError, _handle_user_error)  # type: ignore[arg-type]
-    app.add_exception_handler(HTTPException, partial(_handle_http_error, paths))  # type: ignore[arg-type]
+    app.add_exception_handler(HTTPException, partial(_handle_http_error, paths))
     app.add_exception_handler(ClientGone, lambda request, error: Response(status_code=CLIENT_GONE))
     app.add_exception_handler(Exception, _handle_bug)
 

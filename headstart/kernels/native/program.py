@@ -209,8 +209,8 @@ class ProgramRecorder:
         if chosen is not None:
             has_mask = spec.window or spec.chunk or spec.causal or spec.excludes_self
             assert not has_mask, "an attention over selected positions cannot have a mask"
-            how = (spec.num_heads, spec.scale, spec.softcap, sinks, self._chosen[chosen])
-            return Symbol(width, self.program.attend_chosen(index, pool, *how))
+            options = (spec.num_heads, spec.scale, spec.softcap, sinks, self._chosen[chosen])
+            return Symbol(width, self.program.attend_chosen(index, pool, *options))
         how = (spec.num_heads, spec.scale, spec.window, spec.softcap, sinks)
         mask = (spec.causal, spec.excludes_self, spec.chunk)
         near = -1 if bias is None else self._index(bias)
