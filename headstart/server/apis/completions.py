@@ -59,25 +59,35 @@ class PassReport(ResponseModel):
     rejected: list[DraftedToken]
 
 
-class TextChoice(ResponseModel):
-    """One output of a completion."""
+class OutputChoice(ResponseModel):
+    """One output of a request, without its text."""
 
     index: int = Field(ge=0)
-    text: str
     logprobs: dict[str, Any] | None
     finish_reason: FinishReason | None
     speculation: list[PassReport] | None = None
 
 
-class TextCompletion(ResponseModel):
-    """Response of /v1/completions. A stream's chunks have the same shape, with a piece of the text each."""
+class TextChoice(OutputChoice):
+    """One output of a completion."""
+
+    text: str
+
+
+class CompletionDocument(ResponseModel):
+    """A response of either API, without its outputs."""
 
     id: str
-    object: Literal["text_completion"]
     created: int
     model: str
-    choices: list[TextChoice]
     usage: Usage
+
+
+class TextCompletion(CompletionDocument):
+    """Response of /v1/completions. A stream's chunks have the same shape, with a piece of the text each."""
+
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
 
 
 class ChatMessage(ResponseModel):
@@ -90,25 +100,17 @@ class ChatMessage(ResponseModel):
     tool_calls: list[dict[str, Any]] | None = None
 
 
-class ChatChoice(ResponseModel):
+class ChatChoice(OutputChoice):
     """One output of a chat completion."""
 
-    index: int = Field(ge=0)
     message: ChatMessage
-    logprobs: dict[str, Any] | None
-    finish_reason: FinishReason | None
-    speculation: list[PassReport] | None = None
 
 
-class ChatCompletion(ResponseModel):
+class ChatCompletion(CompletionDocument):
     """Response of /v1/chat/completions. A stream's chunks have `delta` in place of `message`."""
 
-    id: str
     object: Literal["chat.completion"]
-    created: int
-    model: str
     choices: list[ChatChoice]
-    usage: Usage
 
 
 MANY_LOGPROBS = 2000  # a chunk with more prompt logprobs is built in a worker thread
