@@ -4,7 +4,6 @@ import asyncio
 import math
 import shlex
 import subprocess
-import tempfile
 import time
 from collections.abc import Mapping, Sequence as Seq
 from contextlib import suppress
@@ -16,7 +15,7 @@ from headstart.config import AUTO, FIXED_DEPTH, Depth, EngineConfig
 from headstart.core import Progress, Report, no_progress
 from headstart.engine.load import Model, load_model, other_heads
 from headstart.errors import UsageError
-from headstart.system import describe_exit, stop_process_group
+from headstart.system import stop_process_group
 from headstart.tools import client
 from headstart.tools.bench import workloads
 from headstart.tools.bench.document import BenchCell, Interval
@@ -27,9 +26,9 @@ from headstart.tools.bench.summary import speedup
 from headstart.tools.bench.workloads import Task
 from headstart.tools.options import TuneFlags
 from headstart.tools.saved import TunedSetting, load_setting, save_setting
+from headstart.tools.server_process import start_server
 
 DEPTHS = (FIXED_DEPTH, 2, 1, 5)
-POLL_SECONDS = 0.3  # interval of checks of a starting server
 MIN_PAIRS, MAX_ROUNDS = 6, 12  # pairs with plain decoding for a verdict; each round has a pair for every load
 CLEAR = 0.01
 """Margin of decisions. A candidate is dropped if it is slower than the best by this share and the intervals do not
@@ -278,17 +277,7 @@ class StartedServer:
             return self._target
         self.close()
         command = self._commands[1] if mode == OFF else self._commands[0].replace("{depth}", mode)
-        with tempfile.TemporaryFile() as log:
-            try:
-                self._process = subprocess.Popen(shlex.split(command), stdout=log, stderr=log, start_new_session=True)
-            except OSError as error:
-                raise UsageError(f"cannot run {command}: {error.strerror}", "is the program on the PATH?") from None
-            while not self._answers():
-                if self._process.poll() is not None:
-                    log.seek(0)
-                    last = (log.read().decode("utf-8", "replace").strip().splitlines() or ["no output"])[-1]
-                    raise UsageError(f"{command} ended {describe_exit(self._process.returncode)}: {last}")
-                time.sleep(POLL_SECONDS)
+        self._process = start_server(shlex.split(command), self._answers)
         self._mode, self._target = mode, HttpTarget(self._server, model=self._model)
         return self._target
 

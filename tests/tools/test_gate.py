@@ -194,7 +194,7 @@ def test_bad_sides_and_files_are_refused(
     """Before a server of the other side starts."""
     taken = tmp_path / "gate.xml"
     taken.touch()
-    monkeypatch.delattr("headstart.tools.gate.run.subprocess.Popen")
+    monkeypatch.delattr("subprocess.Popen")
     for words, told in (
         (["./nothing", "http://127.0.0.1:9"], "'./nothing' is no checkpoint"),
         (["qwen3_5-tiny", "./nothing"], "'./nothing' is no checkpoint"),

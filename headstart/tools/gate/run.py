@@ -13,11 +13,9 @@ import asyncio
 import json
 import math
 import secrets
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ import numpy as np
 from headstart.core import Progress, Report, no_progress
 from headstart.errors import HeadstartError, UsageError
 from headstart.files import read_text
-from headstart.system import describe_exit, free_port, stop_process_group
+from headstart.system import free_port, stop_process_group
 from headstart.tools.bench.summary import bootstrap_interval, draw_resamples, paired
 from headstart.tools.client import Server, find_model, list_models
 from headstart.tools.options import GateFlags
@@ -35,6 +33,7 @@ from headstart.tools.probe.endpoint import EndpointLost, EndpointRefused
 from headstart.tools.probe.exact import DEEP, SWITCHES
 from headstart.tools.probe.exact_requests import FORMS, SCHEMA, ExactClient, ProbeResponse, RequestCase, make_prompt
 from headstart.tools.prompts import builtin_prompts
+from headstart.tools.server_process import start_server
 
 FORMAT = "headstart gate 2"
 CONCURRENCY = 8  # requests of a side at a time
@@ -42,7 +41,6 @@ OBJECTS = {"schema": "valid JSON under a schema", "tools": "valid arguments of t
 OBJECT_TOKENS = 192  # least limit of answers that should be whole JSON objects
 SIGNIFICANT = 0.01
 MIN_SPEED = 0.95  # of the old speed
-POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,21 +375,15 @@ def _served(side: str) -> Iterator[str]:
         return
     port = free_port()
     command = [sys.executable, "-m", "headstart", "serve", side, "--port", str(port), "--served-model-name", side]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    server = Server("127.0.0.1", port)
+
+    def answers() -> bool:
+        with suppress(UsageError):
+            return bool(list_models(server))
+        return False
+
+    process = start_server(command, answers)
     try:
-        _wait_for(Server.at(f"127.0.0.1:{port}"), process, side)
-        yield f"http://127.0.0.1:{port}"
+        yield str(server)
     finally:
         stop_process_group(process)
-
-
-def _wait_for(server: Server, process: "subprocess.Popen[bytes]", side: str) -> None:
-    """Raises UsageError where the server ends before it answers."""
-    while process.poll() is None:
-        try:
-            list_models(server)
-            return
-        except UsageError:
-            time.sleep(POLL_SECONDS)
-    how = describe_exit(process.returncode)
-    raise UsageError(f"cannot serve {side}: it ended {how}", f"headstart serve {side} says why")
