@@ -1,6 +1,5 @@
 """`headstart verify` and `probe`: check exactness and drafting, of this engine or of another endpoint."""
 
-import json
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
@@ -135,24 +134,14 @@ def _check(case: CaseOptions, levels: LevelOptions, engine: EngineOptions) -> No
 
 
 def _read_prompts(path: Path) -> tuple[str, ...]:
-    lines = [line for line in read_text(path, "--prompts").splitlines() if line.strip()]
+    from headstart.tools.bench.workloads import read_tasks
+
     if path.suffix == ".jsonl":
-        lines = [_prompt_of(line, path, number) for number, line in enumerate(lines, 1)]
+        return tuple(task.turns[0] for task in read_tasks(path))
+    lines = [line for line in read_text(path, "--prompts").splitlines() if line.strip()]
     if not lines:
         raise UsageError(f"--prompts: {path} holds no prompt", "one prompt per line")
     return tuple(lines)
-
-
-def _prompt_of(line: str, path: Path, number: int) -> str:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UsageError(f"--prompts: {path} line {number} is not JSON: {error.msg}") from None
-    prompt = record.get("prompt") if isinstance(record, dict) else record
-    if not isinstance(prompt, str):
-        hint = """a record is "text" or {"prompt": "text"}"""
-        raise UsageError(f"--prompts: {path} line {number} has no prompt", hint)
-    return prompt
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -157,9 +157,8 @@ def _fill(template: str, number: int) -> str:
 
 
 def from_file(path: Path, category: str = "") -> list[Workload]:
-    """Returns workloads that repeat the tasks of a JSONL file. A record has "prompt", "turns" (only the first is used)
-    or "messages"; "category", "system", "max_tokens" and "temperature" are optional. Raises UsageError for a bad line,
-    an unreadable file or an unknown category."""
+    """Returns workloads that repeat the tasks of a JSONL file. Raises UsageError as `read_tasks`, and for an unknown
+    category."""
     tasks = read_tasks(path)
     groups: dict[str, list[Task]] = {}
     for task in tasks:
@@ -184,7 +183,9 @@ def _cycle(name: str, tasks: list[Task]) -> Workload:
 
 
 def read_tasks(path: Path) -> list[Task]:
-    """Returns the tasks of a JSONL file. Raises UsageError for an unreadable or empty file, or bad lines."""
+    """Returns the tasks of a JSONL file. A record is a prompt, or has "prompt", "turns" (only the first is used) or
+    "messages"; "category", "system", "max_tokens" and "temperature" are optional. Raises UsageError for an unreadable
+    or empty file, or bad lines."""
     lines = read_text(path, "is the path right?").splitlines()
     tasks, bad = list[Task](), list[str]()
     for number, line in enumerate(lines, 1):
@@ -208,6 +209,8 @@ def _parse(line: str) -> Task:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"is not JSON ({error.msg})") from None
+    if isinstance(record, str):
+        record = {"prompt": record}
     if not isinstance(record, dict):
         raise ValueError("is not a JSON object")
     turns, system = _turns(record)
