@@ -42,8 +42,7 @@ class DataEngineOptions(EngineOptions):
 )
 def train(flags: TrainFlags, output: OutputOptions) -> int:
     """Train a head for a model by self-distillation, or a small model with its head (--from-scratch)."""
-    if importlib.util.find_spec("torch") is None:
-        raise UsageError("training needs torch, which is not installed", "pip install torch==2.13.*")
+    _check_torch()
     if flags.from_scratch:
         from headstart.train import scratch
 
@@ -63,6 +62,11 @@ def train(flags: TrainFlags, output: OutputOptions) -> int:
     from headstart.train.run import run
 
     return finish(run(options), output.as_json)
+
+
+def _check_torch() -> None:
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError("training needs torch, which is not installed", "pip install torch==2.13.*")
 
 
 def _scratch_fields(flags: TrainFlags) -> dict[str, Any]:
@@ -133,8 +137,7 @@ def adapt(flags: AdaptFlags, output: OutputOptions) -> int:
         return _forget(flags, output.as_json)
     if flags.records is None:
         raise UsageError("adapt needs a folder of records", "make one: headstart serve --record DIR")
-    if importlib.util.find_spec("torch") is None:
-        raise UsageError("adapting needs torch, which is not installed", "pip install torch==2.13.*")
+    _check_torch()
 
     from headstart.tools.adapt.run import AdaptOptions, run as adapt_run
 

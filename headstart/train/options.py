@@ -163,9 +163,14 @@ def check_bound(minutes: float | None, tokens: int | None, seed: int) -> None:
         raise UsageError(f"--seed is {seed}, but must be between 0 and {MAX_SEED}")
     if (minutes is None) == (tokens is None):
         raise UsageError("train needs a bound: exactly one of --minutes and --tokens", "for example --minutes 60")
-    flag, bound = ("--minutes", minutes) if minutes is not None else ("--tokens", tokens)
-    if bound is None or not (math.isfinite(bound) and bound > 0):
-        raise UsageError(f"{flag} is {bound}, but must be a finite number above 0")
+    check_limits(minutes, tokens)
+
+
+def check_limits(minutes: float | None, tokens: int | None) -> None:
+    """Raises UsageError for limits that are not finite or not above 0."""
+    for flag, limit in (("--minutes", minutes), ("--tokens", tokens)):
+        if limit is not None and not 0 < limit < math.inf:
+            raise UsageError(f"{flag} is {limit}, but must be a finite number above 0")
 
 
 def command_line(options: object, words: Sequence[str], names: Sequence[str]) -> str:

@@ -24,6 +24,7 @@ from headstart.files import locked_folder, write_atomic
 from headstart.hub import DEFAULT_MODEL
 from headstart.train import generate
 from headstart.train.flags import DataFlags
+from headstart.train.options import check_limits
 from headstart.train.plain_text import TextPiece, foreign_passages, passages, read_tree, text_records
 from headstart.train.prompts import TRANSLATION, follow_ups, templated_prompts
 from headstart.train.records import Shards
@@ -56,9 +57,7 @@ def check(options: DataOptions) -> None:
     """Raises UsageError for options that cannot work."""
     if options.tokens is None and options.minutes is None and not options.only_prompts:
         raise UsageError("data needs a bound", "give --tokens N, --minutes M, or --only-prompts")
-    for name, value in (("--tokens", options.tokens), ("--minutes", options.minutes)):
-        if value is not None and not 0 < value < math.inf:
-            raise UsageError(f"{name} is {value}, but must be a finite number above 0")
+    check_limits(options.minutes, options.tokens)
     if missing := next((path for path in options.text if not path.exists()), None):
         raise UsageError(f"--text: there is no {missing}", "give a folder of documents or source code, or a file")
     if options.only_prompts and not options.prompts:
