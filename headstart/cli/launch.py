@@ -52,11 +52,13 @@ def run(
     Derives the flags of the engine's version from model and machine. --translate updates old command lines."""
     from headstart.tools.launch import run as launch
     from headstart.tools.launch.prepare import LaunchOptions
+    from headstart.tools.launch.translate import translate_text
 
     if action.translate is not None:
         if flags.engine is not None:
             raise UsageError("--translate takes no ENGINE: the command line says which", "leave ENGINE and MODEL out")
-        return finish(launch.translate(action.translate, flags.engine_version, flags.program), output.as_json)
+        done = translate_text(action.translate, flags.engine_version, flags.program)
+        return finish(done.report(), output.as_json)
     if flags.engine is None or flags.model is None:
         missing = "ENGINE and MODEL are" if flags.engine is None else "MODEL is"
         raise UsageError(f"{missing} missing", "for example: headstart launch vllm ./my-model --dry-run")

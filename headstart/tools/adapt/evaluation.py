@@ -172,11 +172,10 @@ def _length(counts: Float32) -> Float32:
 
 
 class HeadPair:
-    """Two engines for a model with the heads `before` and `after` (folders; None: the head in use)."""
+    """Two engines for a model: with its own head, and with the head in the folder `after`."""
 
-    def __init__(self, model: Model, config: EngineConfig, before: str | None, after: str) -> None:
-        heads = [model.head if path is None else attach_head(model, Path(path)) for path in (before, after)]
-        self._llms = [_make_llm(replace(model, head=head), config) for head in heads]
+    def __init__(self, model: Model, config: EngineConfig, after: Path) -> None:
+        self._llms = [_make_llm(replace(model, head=head), config) for head in (model.head, attach_head(model, after))]
 
     def compare(self, prompts: Seq[EvalPrompt], done: Callable[[int], bool] = lambda count: True) -> HeadComparison:
         """Compares the heads on prompts in batches. Stops when `done`, called with the number so far, returns False."""

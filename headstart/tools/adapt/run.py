@@ -215,7 +215,7 @@ class _AdaptRun:
         train(training)
 
     def _compare(self) -> tuple[evaluation.HeadComparison, evaluation.HeadComparison]:
-        pair = evaluation.HeadPair(self.start.model, self._config, None, str(self.head))
+        pair = evaluation.HeadPair(self.start.model, self._config, self.head)
         own = [evaluation.EvalPrompt.of(each) for each in self.parts.held_out[-MAX_HELD_OUT:]]
         drawn = templated_prompts(GENERAL_SEED, GENERAL_PROMPTS, [], [])
         prompts = [*(prompt for _, prompt in builtin_prompts()), *(each.prompt for each in drawn)][:GENERAL_PROMPTS]

@@ -14,7 +14,6 @@ from headstart.tools.launch.containers import KINDS, RAY_VLLM, container_command
 from headstart.tools.launch.prepare import LaunchOptions, PreparedLaunch, launch_document, prepare, with_absolute_paths
 from headstart.tools.launch.processes import ServerGroup, start
 from headstart.tools.launch.spec import LaunchSpec
-from headstart.tools.launch.translate import translate_text
 from headstart.tools.probe.endpoint import Endpoint
 from headstart.tools.probe.run import PREDICTABLE
 
@@ -103,10 +102,6 @@ def started(options: LaunchOptions) -> Iterator[RunningLaunch]:
         raise UsageError(f"{router} is not installed here", f"pip install {router}")
     with start(prepared.launcher, prepared.commands(), prepared.plan.files, prepared.spec) as servers:
         yield RunningLaunch(prepared, servers)
-
-
-def translate(text: str, engine_version: str | None, program: str | None = None) -> Report:
-    return translate_text(text, engine_version, program).report()
 
 
 WARMUP_TOKENS = 64

@@ -52,7 +52,7 @@ class Translation:
         return Report(not self.warnings, data, [*lines, *(f"# WARNING: {warning}" for warning in self.warnings)])
 
 
-def translate_text(text: str, engine_version: str | None, program: str | None) -> Translation:
+def translate_text(text: str, engine_version: str | None, program: str | None = None) -> Translation:
     """Translates all known commands of a text. Raises UsageError if there is none, or for an unclosed quote."""
     done = Translation(plain_typography(text), engine_version, program)
     if done.text != text:

@@ -22,6 +22,7 @@ from headstart.tools.launch.model_facts import ModelFacts, choose_depth, drafter
 from headstart.tools.launch.prepare import LaunchOptions, check_plan, launcher_of, prepare
 from headstart.tools.launch.run import check_lines
 from headstart.tools.launch.spec import LaunchPlan, LaunchSpec, Parallelism
+from headstart.tools.launch.translate import translate_text
 
 ENGINES = registry.available("launchers")
 FACTS = ModelFacts(
@@ -491,15 +492,15 @@ TRANSLATED = [
 
 @pytest.mark.parametrize(("version", "old", "new"), TRANSLATED)
 def test_translate(version: str, old: str, new: str) -> None:
-    found = launch.translate(old, version)
+    found = translate_text(old, version).report()
     assert found.data["command"] == new and found.data["changes"] and not found.data["warnings"]
-    again = launch.translate(new, version)
+    again = translate_text(new, version).report()
     assert (again.data["command"], again.data["changes"]) == (new, [])
 
 
 def test_a_current_command_line_stays_as_it_is() -> None:
     line = "trtllm-serve m --config 'speculative_config: {decoding_type: Eagle3, max_draft_len: 3}'"
-    assert launch.translate(line, "1.2.0").data["changes"] == []
+    assert translate_text(line, "1.2.0").changes == []
 
 
 @pytest.mark.parametrize(
@@ -512,13 +513,13 @@ def test_a_current_command_line_stays_as_it_is() -> None:
     ],
 )
 def test_translate_warns(version: str, line: str, warning: str) -> None:
-    assert any(warning in each for each in launch.translate(line, version).data["warnings"])
+    assert any(warning in each for each in translate_text(line, version).warnings)
 
 
 @pytest.mark.parametrize("text", ["ollama serve", "vllm serve 'x", """vllm serve m -sc '{"a"'"""])
 def test_translate_refuses_what_it_cannot_read(text: str) -> None:
     with pytest.raises(HeadstartError):
-        launch.translate(text, "0.32.0")
+        translate_text(text, "0.32.0")
 
 
 # The command.
