@@ -4,7 +4,6 @@ Both score the same texts (each prompt with this backend's greedy answer) by tea
 serve requests. Every row that predicts a token of the text is compared. Shapes: R rows, V vocabulary.
 """
 
-import math
 from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import count
@@ -124,9 +123,7 @@ def summarize(model: Model, config: EngineConfig, rows: RowScores, num_texts: in
     name = model.backend.name
     data = {
         "ok": ok, "model": model.name, "backend": name, "dtype": config.dtype, "texts": num_texts, "rows": len(rows.kl),
-        "kl": {key: _finite(value) for key, value in kl.items()}, "top1_agreement": agreement,
-        "perplexity": {key: _finite(value) for key, value in perplexity.items()},
-        "max_logit_difference": _finite(difference),
+        "kl": kl, "top1_agreement": agreement, "perplexity": perplexity, "max_logit_difference": difference,
     }  # fmt: skip
     table = {
         "rows compared": f"{len(rows.kl)} of {num_texts} texts",
@@ -141,8 +138,3 @@ def summarize(model: Model, config: EngineConfig, rows: RowScores, num_texts: in
         limits = f"a top-1 agreement below {MIN_AGREEMENT:.0%} or a mean KL above {MAX_KL} nats"
         lines.append(f"BROKEN: no quantization explains {limits}")
     return Report(ok=ok, data=data, lines=lines)
-
-
-def _finite(value: float) -> float | None:
-    """Returns None for NaN and infinity, which JSON lacks."""
-    return value if math.isfinite(value) else None
