@@ -16,7 +16,7 @@ from torch import Tensor
 from headstart.errors import UsageError
 from headstart.layers.weights import weights_fingerprint
 from headstart.train.frozen_model import FrozenModel
-from headstart.train.hidden_states import FeatureCache, FeatureSource, pad, to_device
+from headstart.train.hidden_states import FeatureCache, FeatureSource, group_by_tokens, pad, to_device
 from headstart.train.options import check_amount
 from headstart.train.progress import print_line, show_progress
 from headstart.train.records import Example, SkippedRecords, count_tokens, encode_records, read_records
@@ -49,13 +49,8 @@ def plan_epoch(lengths: Sequence[int], budget: int, seed: int, epoch: int) -> li
     batches: list[list[int]] = []
     bucket = BUCKET * max(1, budget // SMALL_BATCH)
     for start in range(0, len(order), bucket):
-        batch: list[int] = []
-        for number in sorted(order[start : start + bucket].tolist(), key=lambda n: (lengths[n], n)):
-            if batch and lengths[number] * (len(batch) + 1) > budget:
-                batches.append(batch)
-                batch = []
-            batch.append(number)
-        batches.append(batch)
+        numbers = sorted(order[start : start + bucket].tolist(), key=lambda n: (lengths[n], n))
+        batches += group_by_tokens(numbers, lengths.__getitem__, budget, padded=True)
     return [batches[i] for i in rng.permutation(len(batches))]
 
 

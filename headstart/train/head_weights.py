@@ -15,11 +15,11 @@ from headstart.formats.quantized.int8 import encode
 from headstart.heads.base import HeadSpec
 from headstart.heads.files import read_head, write_head
 from headstart.heads.kind import HeadCheckpoint, Start, Training, head_kind, is_plain
-from headstart.kernels.ops import RawTensor, StepInputs
+from headstart.kernels.ops import RawTensor
 from headstart.layers.decoder import Decoder
 from headstart.train.frozen_model import FrozenModel
 from headstart.train.hidden_states import TorchTrunk
-from headstart.train.ops import TrainingKV, TrainOps
+from headstart.train.ops import trunk_outputs
 from headstart.train.options import check_native_head, saved_head
 from headstart.version import __version__
 
@@ -30,11 +30,7 @@ LM_HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 @torch.inference_mode()
 def stream_scale(trunk: Decoder, tokens: Tensor) -> float:
     """Median rms of the stream that the last layer reads, over tokens [T]."""
-    ops = TrainOps(tokens.device, trunk.embedding.dtype)
-    positions, no_rows = torch.arange(len(tokens), device=tokens.device), tokens[:0]
-    kv, states = [TrainingKV() for _ in trunk.kv_specs], [None] * len(trunk.state_specs)
-    program = trunk.program(kv, None, (len(trunk.layers) - 1,), states)
-    stream = program(ops, StepInputs(tokens[None], positions, no_rows))["tapped"]
+    stream = trunk_outputs(trunk, tokens[None], trunk.embedding.dtype, (len(trunk.layers) - 1,))["tapped"]
     return float(stream.float().square().mean(-1).sqrt().median())
 
 

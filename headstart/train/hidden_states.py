@@ -10,10 +10,10 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence as Seq
+from collections.abc import Callable, Iterator, Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -24,13 +24,14 @@ from headstart.engine.adapters import fit_to_program, lora_tables
 from headstart.engine.load import Model
 from headstart.engine.runner import whole_sequences_plan
 from headstart.formats.adapter import AdapterFile
-from headstart.kernels.ops import Program, StepInputs
+from headstart.kernels.ops import Program
 from headstart.layers.decoder import Decoder
 from headstart.layers.lora import adapted
 from headstart.train.losses import chunk_rows
-from headstart.train.ops import TrainingKV, TrainOps
+from headstart.train.ops import trunk_outputs
 from headstart.train.records import MAX_TOKENS, Example
 
+Item = TypeVar("Item")
 SHARD_TOKENS = 4_096
 BATCH_TOKENS = 4_096
 STALE_SECONDS = 3600
@@ -85,7 +86,7 @@ class TorchTrunk:
     def features(self, examples: Seq[Example]) -> Iterator[Features]:
         """See `FeatureExtractor`."""
         device = self.lm_head.device
-        for batch in _groups(examples, BATCH_TOKENS, padded=True):
+        for batch in group_by_tokens(examples, len, BATCH_TOKENS, padded=True):
             tokens = pad([torch.from_numpy(example.tokens).long() for example in batch]).to(device)
             for example, rows in zip(batch, trunk_hidden(self, tokens), strict=True):
                 states = rows[: len(example)]
@@ -107,12 +108,7 @@ class TorchTrunk:
 @torch.no_grad()
 def trunk_hidden(trunk: TorchTrunk, tokens: Tensor) -> Tensor:
     """tokens [B, T], padded on the right -> tapped streams and states after the final norm [B, T, (taps + 1) x W]."""
-    ops = TrainOps(tokens.device, trunk.dtype)
-    positions = torch.arange(tokens.shape[1], device=tokens.device)
-    no_rows = torch.empty(0, dtype=torch.int64, device=tokens.device)
-    kv, states = [TrainingKV() for _ in trunk.model.kv_specs], [None] * len(trunk.model.state_specs)
-    program = trunk.model.program(kv, None, trunk.tap or "post_norm", states)
-    results = program(ops, StepInputs(tokens, positions, no_rows))
+    results = trunk_outputs(trunk.model, tokens, trunk.dtype, trunk.tap or "post_norm")
     hidden: Tensor = results["hidden"]
     return torch.cat((results["tapped"], hidden), dim=-1) if trunk.tap else hidden
 
@@ -152,7 +148,7 @@ class NativeTrunk:
 
     def features(self, examples: Seq[Example]) -> Iterator[Features]:
         """See `FeatureExtractor`."""
-        for group in _groups(examples, NATIVE_PASS_TOKENS):
+        for group in group_by_tokens(examples, len, NATIVE_PASS_TOKENS):
             plan = _whole_sequences_plan(group)
             if self._is_adapted:
                 plan.adapter_slots = np.zeros(plan.num_rows, np.int32)
@@ -218,7 +214,7 @@ class FeatureCache:
     def fill(self, examples: Seq[Example], trunk: FeatureExtractor) -> Iterator[int]:
         """Compute missing features shard by shard; yields the tokens of each. Can be stopped at any point."""
         missing = {example.key: example for example in examples if example.key not in self}
-        for group in _groups(list(missing.values()), SHARD_TOKENS):
+        for group in group_by_tokens(list(missing.values()), len, SHARD_TOKENS):
             group = sorted(group, key=len)
             self.add(group, list(trunk.features(group)))
             yield sum(len(example) for example in group)
@@ -259,15 +255,18 @@ def pad(parts: Seq[Tensor]) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
 
 
-def _groups(examples: Seq[Example], budget: int, *, padded: bool = False) -> Iterator[list[Example]]:
-    """Consecutive examples of at most `budget` tokens together (with `padded`, padded to the longest), or one."""
-    group: list[Example] = []
+def group_by_tokens(
+    items: Seq[Item], length: Callable[[Item], int], budget: int, *, padded: bool = False
+) -> Iterator[list[Item]]:
+    """Consecutive items of at most `budget` tokens together (with `padded`, padded to the longest), or one. length: of
+    an item, in tokens."""
+    group: list[Item] = []
     longest = total = 0
-    for example in examples:
-        longest, total = max(longest, len(example)), total + len(example)
+    for item in items:
+        longest, total = max(longest, length(item)), total + length(item)
         if group and (longest * (len(group) + 1) if padded else total) > budget:
             yield group
-            group, longest, total = [], len(example), len(example)
-        group.append(example)
+            group, longest, total = [], length(item), length(item)
+        group.append(item)
     if group:
         yield group

@@ -7,6 +7,7 @@ position p + i and predicts t_{p+i+1}. Its attention sees the same keys as at ru
 hides step-1 keys of later origins, and so all padding.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from headstart.errors import ModelError
-from headstart.kernels.ops import AttentionSpec, KVSpec, Pool
+from headstart.kernels.ops import AttentionSpec, KVSpec, Pool, StepInputs
 from headstart.kernels.reference.ops import (
     ReferenceOps,
     attention_weights,
@@ -27,6 +28,7 @@ from headstart.kernels.reference.ops import (
     selected_positions,
 )
 from headstart.kernels.specs import CompressSpec, ConvSpec, DeltaSpec, IndexSpec, RopeSpec, ScanSpec
+from headstart.layers.decoder import Decoder, Tap
 from headstart.train import recurrent
 
 
@@ -176,3 +178,15 @@ def _mask(num_rows: int, num_own: int, spec: KVSpec, like: Tensor) -> Tensor:
     mask = torch.zeros(num_rows, num_rows + num_own, dtype=like.dtype, device=like.device)
     mask[:, :num_rows].masked_fill_(unseen, float("-inf"))
     return mask
+
+
+def trunk_outputs(
+    trunk: Decoder, tokens: Tensor, dtype: torch.dtype, tap: Tap, *, logits: bool = False
+) -> Mapping[str, Tensor]:
+    """The trunk's results for tokens [B, T], computed in `dtype`: the states of `tap`, and with `logits` those of all
+    rows."""
+    positions = torch.arange(tokens.shape[1], device=tokens.device)
+    kv, states = [TrainingKV() for _ in trunk.kv_specs], [None] * len(trunk.state_specs)
+    program = trunk.program(kv, tap=tap, state_pools=states)
+    rows = slice(None) if logits else slice(0)
+    return program(TrainOps(tokens.device, dtype), StepInputs(tokens, positions, rows))

@@ -30,7 +30,6 @@ from headstart.files import atomic_folder
 from headstart.formats import safetensors
 from headstart.formats.base import Checkpoint
 from headstart.heads.base import Head
-from headstart.kernels.ops import StepInputs
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import Decoder, Tap
 from headstart.models.base import Family
@@ -40,7 +39,7 @@ from headstart.train.dataset import Batch
 from headstart.train.evaluate import Acceptance
 from headstart.train.flags import TrainFlags
 from headstart.train.objective import DistillationTarget, LossConfig, count_accepted, score_batch
-from headstart.train.ops import TrainingKV, TrainOps
+from headstart.train.ops import trunk_outputs
 from headstart.train.options import check_bound, command_line
 from headstart.train.plain_text import read_documents
 from headstart.train.progress import print_line, show_progress
@@ -147,10 +146,8 @@ class ScratchModel:
     def losses(self, tokens: Tensor, config: LossConfig) -> tuple[Tensor, Tensor, Acceptance | None]:
         """tokens [B, T] -> (the trunk's loss, the head's loss, and without gradients the acceptance of its drafts)."""
         trunk, head = self.build()
-        ops, positions = TrainOps(tokens.device, self.dtype), torch.arange(tokens.shape[1], device=tokens.device)
-        kv, states = [TrainingKV() for _ in trunk.kv_specs], [None] * len(trunk.state_specs)
         tap: Tap = "streams" if head and head.spec.tap == "streams" else "post_norm"
-        results = trunk.program(kv, tap=tap, state_pools=states)(ops, StepInputs(tokens, positions, slice(None)))
+        results = trunk_outputs(trunk, tokens, self.dtype, tap, logits=True)
         logits: Tensor = results["logits"]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         loss = cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
