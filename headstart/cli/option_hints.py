@@ -10,7 +10,7 @@ from itertools import takewhile
 from headstart import registry
 from headstart.cli.foreign_flags import EXTRA_ARGUMENT, MIN_SIMILARITY, MODEL, NOT_NEEDED, counterparts
 from headstart.cli.parser import Command
-from headstart.cli.vllm_flags import FLAGS, hint_of, vllm_name
+from headstart.cli.vllm_flags import FLAGS, hint_of, vllm_name, with_dashes
 from headstart.config import MAX_DEPTH
 from headstart.errors import UsageError
 from headstart.options import ParseError
@@ -59,7 +59,7 @@ def _vllm_hint(flag: str) -> str:
 def _translated(words: Sequence[str], name: str, command: Command) -> str:
     """A hint: another engine's command line in the options of this command, with the flags that are left out; empty
     unless at least two flags are another engine's."""
-    flags = {_spelled(word.partition("=")[0]) for word in words if FLAG.match(word)}
+    flags = {with_dashes(word.partition("=")[0]) for word in words if FLAG.match(word)}
     tables = [table for engine in registry.available("launchers") if (table := argument_table(engine))]
     table = max(tables, key=lambda each: sum(bool(each.find(flag)) for flag in flags))
     if sum(bool(table.find(flag) or counterparts(flag, command)) for flag in flags - command.flags.keys()) < 2:
@@ -76,12 +76,10 @@ def _translated(words: Sequence[str], name: str, command: Command) -> str:
     return f"write headstart {name} {ours}" + (f" (without {', '.join(line.left_out)})" if line.left_out else "")
 
 
-def _spelled(flag: str) -> str:
-    return flag.replace("_", "-") if flag.startswith("--") else flag
-
-
 @dataclass
 class _Translation:
+    """Another engine's command line in the options of a command."""
+
     command: Command
     table: ArgumentTable  # of the other engine
     rest: list[str]  # words that are not read yet
@@ -93,12 +91,12 @@ class _Translation:
     def read_flag(self, word: str) -> None:
         """Translate a flag and its values, which are taken from `rest`."""
         written, equals, value = word.partition("=")
-        flag = _spelled(written)
+        flag = with_dashes(written)
         own, theirs = self.command.flags.get(flag), next(iter(self.table.find(flag)), "")
         ours = [flag] if own and not own.is_hidden else counterparts(flag, self.command)
         is_switch = own.is_switch if own else self.table.kinds.get(theirs) in SWITCHES
         values = [value] if equals else self._take(0 if is_switch else self._max_values(theirs, ours))
-        text = _value_here(ours[0], values[0]) if ours and values else ""
+        text = _our_value(ours[0], values[0]) if ours and values else ""
         option = [*ours[:1], *([text] if text else [])]
         if MODEL in ours:
             self.model += values
@@ -130,6 +128,7 @@ class _Translation:
         return True
 
 
-def _value_here(ours: str, value: str) -> str:
-    found = (re.sub(pattern, here, value) for pattern, here in VALUES.get(ours, ()) if re.fullmatch(pattern, value))
+def _our_value(flag: str, value: str) -> str:
+    """Another engine's value, as our option `flag` writes it."""
+    found = (re.sub(pattern, ours, value) for pattern, ours in VALUES.get(flag, ()) if re.fullmatch(pattern, value))
     return next(found, value)

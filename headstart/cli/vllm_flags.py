@@ -197,7 +197,7 @@ class _Rewriter:
                 self.words.append(word)
                 continue
             flag, equals, value = word.partition("=")
-            self._take(flag.replace("_", "-") if flag.startswith("--") else flag, value if equals else None, word)
+            self._take(with_dashes(flag), value if equals else None, word)
         if self.speculative:
             if any(word.partition("=")[0] == SPECULATIVE for word in self.words):
                 raise UsageError(f"{SPECULATIVE} and flags for its keys are both given", "give one of them")
@@ -304,6 +304,11 @@ def plain_size(text: str) -> str:
     """A size as a number: 32k is 32000, 32K is 32768."""
     size = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmM])", text)
     return str(int(float(size[1]) * SIZES[size[2]])) if size else text
+
+
+def with_dashes(flag: str) -> str:
+    """A long flag with dashes for underscores; other words as they are."""
+    return flag.replace("_", "-") if flag.startswith("--") else flag
 
 
 def vllm_name(flag: str) -> str:
