@@ -113,8 +113,12 @@ def add_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
 def write_file(path: Path, arch: str, told: Mapping[str, Any], tensors: Arrays, vocab_size: int) -> Path:
     """`told`: what stands below the architecture's name; None: nothing does."""
     writer = gguf.GGUFWriter(path, arch)
+
+    def add_uint64(key: str, value: Any) -> None:
+        writer.add_key_value(key, value.tolist(), gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.UINT64)
+
     add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array,
-           str: writer.add_string}  # fmt: skip
+           str: writer.add_string, np.ndarray: add_uint64}  # fmt: skip
     for key, value in told.items():
         if value is not None:
             add[type(value)](f"{arch}.{key}", value)

@@ -30,6 +30,7 @@ from headstart.config import EngineConfig
 from headstart.core import Request, SamplingParams, Sequence, Span
 from headstart.engine.build import build_engine
 from headstart.engine.load import load_model
+from headstart.layers.build import DecoderConfig
 from headstart.models.base import Family
 from headstart.models.small import Arrays
 
@@ -86,7 +87,7 @@ IN_FP4 = ("deepseek_v4",)
 """Families whose experts are MXFP4 in a file of any type: what those read llama.cpp rounds to 8 bits."""
 IN_FLASH = ("minimax_m3",)
 """Families whose rows llama.cpp lets select blocks with flash attention alone."""
-SELECTING = ("deepseek_v32", "glm5_next", "glm_moe_dsa", "hy_v4", "minimax_m3")
+SELECTING = ("deepseek_v32", "glm5_next", "glm_moe_dsa", "hy_v4", "minimax_m3", "qwen4_exp")
 """Families whose rows read 11 to 15 of some 60 positions here: where rows are rounded to 8 bits they read others."""
 
 
@@ -107,6 +108,7 @@ def small_model(family: Family, name: str, row: str, folder: Path, changes: Mapp
     config, arrays = family.tiny(**{**changes, **wide, **row_of(name).llama_cpp, **OWN.get(row, {})})
     # The folder's name is the model's in the file, and llama.cpp changes tokens of what has "phi3" in its name.
     arrays = in_fp4(arrays) if name == "deepseek_v4" else stacked(arrays, "mlp." if name == "hy_v4" else "")
+    arrays = with_hashes(arrays, family.read(config)) if name == "qwen4_exp" else arrays
     return write_model(folder / name / "small", config, arrays)
 
 
@@ -140,6 +142,18 @@ def in_fp4(arrays: Arrays) -> dict[str, Any]:
             scales = rng.integers(121, 124, (rows, columns // 32)).astype(np.uint8)
             found[name.replace(".weight", ".scale")] = scales, "F8_E8M0"
     return found
+
+
+def with_hashes(arrays: Arrays, config: DecoderConfig) -> dict[str, Any]:
+    """A table of n-grams as Qwen3.8-Flash-Next is released: in parts, beside the numbers of its hashes."""
+    spec = next(layer.memory.spec for layer in config.layers if layer.memory)
+    (table,) = (name for name in arrays if name.endswith(".ngram_embedding.weight"))
+    parts, place = np.array_split(arrays[table], 2), table.removesuffix("ngram_embedding.weight")
+    found: dict[str, Any] = {name: array for name, array in arrays.items() if name != table}
+    found |= {f"{place}ngram_embedding.shard_{i}.weight": part for i, part in enumerate(parts)}
+    numbers = {"layer_multipliers": spec.factors, "ngram_heads_vocab_sizes": spec.sizes}
+    numbers["ngram_heads_offsets"] = (0, *np.cumsum(spec.sizes[:-1]).tolist())
+    return found | {f"{place}{name}": np.array(each, np.int64) for name, each in numbers.items()}
 
 
 def convert(folder: Path, path: Path, source: Path, name: str, *, half: bool) -> None:

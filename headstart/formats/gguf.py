@@ -139,6 +139,8 @@ def _config(file: GgufFile, tensors: dict[str, Tensor]) -> dict[str, Any]:
     config["num_hidden_layers"] -= heads  # llama.cpp counts them as blocks
     embedding = tensors.get("embed_tokens.weight")
     config["vocab_size"] = embedding.shape[0] if embedding else len(metadata.get("tokenizer.ggml.tokens", ()))
+    if (per_layer := tensors.get("embed_tokens_per_layer.weight")) is not None:
+        config["vocab_size_per_layer_input"] = per_layer.shape[0]
     config["tie_word_embeddings"] = "lm_head.weight" not in tensors
     parts = {re.sub(r"^layers\.\d+\.", "", name) for name in tensors}
     config["attention_bias"] = any(f"self_attn.{part}.bias" in parts for part in BIASED)

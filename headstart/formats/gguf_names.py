@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from headstart.errors import ModelError
 from headstart.params import recommended_names
 
+_GATED = {"norm": "hc_norm", "down": "input_mix_weight_down", "up": "input_mix_weight_up"}  # of residual streams
 _TOP: Mapping[str, str] = {
     "token_embd.weight": "embed_tokens.weight",
     "output_norm.weight": "norm.weight",
@@ -19,6 +20,7 @@ _TOP: Mapping[str, str] = {
     "output_hc_fn.weight": "streams.fn",
     "output_hc_base.weight": "streams.base",
     "output_hc_scale.weight": "streams.scale",
+    **{f"output_hc_{theirs}.weight": f"streams.{ours}.weight" for theirs, ours in _GATED.items()},
     "per_layer_proj_norm.weight": "per_layer_projection_norm.weight",
     "output_res_score.weight": "output_attn_res_proj.weight",
     "altup_proj.weight": "altup_projections.weight",  # [streams - 1, H, H]
@@ -74,6 +76,14 @@ _BLOCK: Mapping[str, str] = {
         for theirs, ours in (("attn", "mixer_streams"), ("ffn", "mlp_streams"))
         for part in ("fn", "base", "scale")
     },
+    **{
+        f"{theirs}_{part}": f"{ours}.{name}"
+        for theirs, ours in (("hc_attn", "mixer_streams"), ("hc_ffn", "mlp_streams"), ("nextn.hc_head", "streams"))
+        for part, name in {**_GATED, "inject": "block_inject_weight"}.items()
+    },
+    **{f"ple_{part}": f"memory.{part}_proj" for part in ("key", "value")},
+    **{f"ple_norm_{part}": f"memory.{part}_norm" for part in ("key", "query", "conv")},
+    "ple_conv1d": "memory.conv1d",
     "ffn_gate_tid2eid.weight": "mlp.gate.table",
     "indexer.attn_q_b": "self_attn.indexer.wq_b",
     "indexer.attn_k": "self_attn.indexer.wk",
@@ -154,7 +164,6 @@ IMPLIED: Mapping[str, Mapping[str, float | None]] = {
     "step35": {"norm_topk_prob": False},
     "gemma4": {"rope_parameters": None},
     "cohere2moe": {"expert_selection_fn": None, "expert_gating_func": 2, "norm_topk_prob": False},
-    "gemma3n": {"vocab_size_per_layer_input": None},  # None: the whole vocabulary
     "falcon-h1": {"mamba_norm_before_gate": False},
     "mimo2": {"attention_value_scale": 1.0, "v_head_dim": 0},  # 0: values are as wide as keys
 }  # fmt: skip
@@ -229,6 +238,15 @@ KEYS: Mapping[str, str] = {
     "hyper_connection.sinkhorn_iterations": "hc_sinkhorn_iters",
     "hyper_connection.epsilon": "hc_eps",
     "hyper_connection.magnitude": "hc_magnitude",
+    "hyper_connection.low_rank": "hc_lowrank",
+    "ple.layers": "ple_layers",
+    "ple.ngram_size": "ngram_size",
+    "ple.heads_per_ngram": "heads_per_ngram",
+    "ple.conv_kernel": "ple_conv_kernel_size",
+    "ple.eos_token_id": "ple_eos_token_id",
+    "ple.layer_multipliers": "ple_layer_multipliers",
+    "ple.head_offsets": "ple_head_offsets",
+    "ple.head_vocab_sizes": "ple_head_vocab_sizes",
     "hash_layer_count": "num_hash_layers",
     "shortconv.l_cache": "conv_L_cache",
     "ssm.conv_kernel": "linear_conv_kernel_dim",
@@ -263,6 +281,7 @@ HARMLESS: Mapping[str, str] = {
     "rope.dimension_sections": "read with the rope's keys",
     "n_deepstack_layers": "read with the vision tower",
     "pooling_type": "of embeddings",
+    "ple.image_token_id": "of images",
     "embedding_length_out": "all residual streams",
     "tensor_data_layout": "how the file was made",
     "attention.value_length": "read with the heads",

@@ -31,6 +31,7 @@ TRAILING: Mapping[str, str | None] = {
     "layers.{i}.shared_head.norm.": "mtp.{i}.norm.",
     "layers.{i}.shared_head.head.": None,  # copies of the trunk's tensors
     "layers.{i}.embed_tokens.": None,
+    "layers.{i}.streams.": "mtp.{i}.streams.",
     "layers.{i}.": "mtp.{i}.block.",
 }
 """Names of MTP modules that are the layers after the trunk's (DeepSeek's names); {i} is 0 for the first of them."""

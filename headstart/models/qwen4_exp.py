@@ -6,6 +6,7 @@ Formula: transformers 5.24 `models/qwen4_exp`; MTP module: vLLM 0.33 `qwen4_exp/
 all streams of the trunk, whose norm is one; without a final norm. Its two projections are one matrix here.
 """
 
+import itertools
 import re
 from dataclasses import replace
 from typing import Any
@@ -37,8 +38,9 @@ TAPS, MAX_NGRAM, MAX_HEADS = "ple_conv_kernel_size", 16, 256
 
 
 def parse(config: Config) -> DecoderConfig:
-    keys.refuse_gguf(config, LLAMA_CPP)
+    gguf = config.get("model_type") == LLAMA_CPP
     config, tied = keys.text_config(config)
+    config = _of_gguf(config) if gguf else config
     keys.refuse_others(config, {"mtp_use_dedicated_embeddings": False, "hc_per_branch_norm": True})
     if isinstance(module := config.get("mtp"), dict):
         theta = (config.get("rope_parameters") or {}).get("rope_theta")
@@ -50,20 +52,40 @@ def parse(config: Config) -> DecoderConfig:
         config, qkv_bias=bias, o_bias=bias, qk_norm=True, gated=flag(config, "attn_output_gate", True)
     )
     attention = replace(attention, indexer=_indexer(config, attention))
-    delta = replace(_gated_delta.delta(config), sigmoid_gate=GATES[gate])
+    delta = replace(_gated_delta.delta(config, tiled=gguf), sigmoid_gate=GATES[gate])
     streams = StreamSpec(
         number(config, "hc_count", default=4, least=2), 0, 0.0, mixed=False,
         gate_rank=number(config, "hc_lowrank", default=320),
     )  # fmt: skip
     feed = keys.softmax_experts(config, shared=number(config, "shared_expert_intermediate_size"))
     plain = keys.layer(config, attention, feed, norms="none", streams=streams)
-    layers, memories = [], _memories(config, streams.count)
+    layers, memories = [], (_stored_memories if gguf else _memories)(config, streams.count)
     for index, kind in enumerate(_kinds(config)):
         if kind != LINEAR and index in memories:
             raise ModelError(f"config.json: ple_layer_ids names layer {index + 1}", "known: layers of linear attention")
         linear: LayerConfig = replace(plain, mixer=delta, memory=memories.get(index))
         layers.append(linear if kind == LINEAR else plain)
     return keys.decoder(config, layers, tied=tied, streams=streams, mtp_layer=plain, final_norm=False)
+
+
+def _of_gguf(config: Config) -> Config:
+    """The keys of a GGUF file."""
+    ratios = {*_listed(config, "compress_ratios")} - {0}
+    return keys.inside(config, {
+        "output_gate_type": "sigmoid", "hc_count": config.get("hc_mult"),
+        "indexer_n_heads": config.get("index_n_heads"), "indexer_head_dim": config.get("index_head_dim"),
+        "indexer_budget": config.get("index_topk"),
+        "indexer_compress_ratio": ratios.pop() if len(ratios) == 1 else None,  # one of all layers that have any
+    })  # fmt: skip
+
+
+def _listed(config: Config, key: str) -> list[int]:
+    """A list of whole numbers in a GGUF file, which gguf.py reads as one number if they are equal."""
+    value = config.get(key, [])
+    listed = value if isinstance(value, list) else [value]
+    if not all(isinstance(each, int) for each in listed):
+        raise ModelError(f"{key} is {listed!r}, but must be whole numbers", "convert the model again")
+    return listed
 
 
 def _kinds(config: Config) -> list[str]:
@@ -101,11 +123,10 @@ def _memories(config: Config, streams: int) -> dict[int, NGramMemoryConfig]:
     vocab, longest = number(config, "vocab_size"), number(config, "ngram_size", default=3, least=2)
     heads = (longest - 1) * number(config, "heads_per_ngram", default=8)
     width, rest = divmod(number(config, "ple_embed_dim", default=number(config, "hidden_size")), heads)
-    base, taps = number(config, "ngram_vocab_size_base", default=20_000_000), number(config, TAPS, default=4, least=2)
-    if rest or longest > MAX_NGRAM or heads > MAX_HEADS or taps > MAX_NGRAM or vocab >= 1 << 24 or base >= 1 << 32:
-        what = f"config.json: ngram_size is {longest}, {TAPS} {taps}, with {heads} heads of {base} over {vocab} tokens"
-        limits = f"up to {MAX_NGRAM}, {MAX_HEADS} heads that divide ple_embed_dim, below 2^32 and 2^24 tokens"
-        raise ModelError(what, f"known: {limits}")
+    base = number(config, "ngram_vocab_size_base", default=20_000_000)
+    if rest or heads > MAX_HEADS or base >= 1 << 32:
+        what = f"config.json: {heads} heads of {base} rows"
+        raise ModelError(what, f"known: up to {MAX_HEADS} that divide ple_embed_dim, below 2^32 rows")
     sizes, layers = primes_from(base, len({*ids}) * heads), sorted({*ids})
     seed, ends = number(config, "seed", default=1234, least=0), config.get("eos_token_id")
     end = number({"eos_token_id": ends[0] if isinstance(ends, list) and ends else ends}, "eos_token_id", least=0)
@@ -113,10 +134,35 @@ def _memories(config: Config, streams: int) -> dict[int, NGramMemoryConfig]:
     for index, layer in enumerate(layers):
         own = sizes[index * heads : (index + 1) * heads]
         spec = NGramSpec(hash_factors(vocab, longest, seed + LAYER_SEED * index), own, end)
-        found[layer - 1] = NGramMemoryConfig(
-            spec=spec, rows=-(-sum(own) // padding) * padding, width=width, streams=streams, taps=taps, dilation=longest
-        )
+        found[layer - 1] = _memory(config, spec, streams, -(-sum(own) // padding) * padding, width)
     return found
+
+
+def _stored_memories(config: Config, streams: int) -> dict[int, NGramMemoryConfig]:
+    """`_memories` of a GGUF file, which has one table, and the numbers that hashes are made of."""
+    if not (layers := _listed(config, "ple_layers")):
+        return {}
+    factors, sizes, offsets = (
+        _listed(config, f"ple_{key}") for key in ("layer_multipliers", "head_vocab_sizes", "head_offsets")
+    )
+    longest, rows = number(config, "ngram_size", least=2), number(config, "vocab_size_per_layer_input")
+    heads, most = (longest - 1) * number(config, "heads_per_ngram"), (1 << 63) // number(config, "vocab_size")
+    counts = (len(layers), len(factors), len(sizes)) == (1, longest, heads) and heads <= MAX_HEADS
+    if not counts or offsets != [0, *itertools.accumulate(sizes)][:-1] or sum(sizes) > rows:
+        what = f"layers {layers} read {heads} hashes by {factors} to {sizes} of {rows} rows from {offsets}"
+        raise ModelError(what, "convert the model again")
+    if min(sizes) < 1 or not 0 <= min(factors) <= max(factors) < most:
+        raise ModelError(f"hashes by {factors} to {sizes} rows", f"known: factors below {most}, a row or more")
+    spec = NGramSpec(tuple(factors), tuple(sizes), number(config, "ple_eos_token_id", least=0))
+    return {layers[0]: _memory(config, spec, streams, rows, number(config, "hidden_size_per_layer_input"))}
+
+
+def _memory(config: Config, spec: NGramSpec, streams: int, rows: int, width: int) -> NGramMemoryConfig:
+    taps, vocab = number(config, TAPS, default=4, least=2), number(config, "vocab_size")
+    if spec.longest > MAX_NGRAM or taps > MAX_NGRAM or vocab >= 1 << 24:
+        what = f"config.json: ngram_size is {spec.longest}, {TAPS} {taps}, over {vocab} tokens"
+        raise ModelError(what, f"known: up to {MAX_NGRAM}, below 2^24 tokens")
+    return NGramMemoryConfig(spec=spec, rows=rows, width=width, streams=streams, taps=taps, dilation=spec.longest)
 
 
 SHARD = re.compile(r"(.*\.memory\.embed_tokens)\.shard_(\d+)\.weight")
@@ -132,11 +178,16 @@ INDEXER = ".self_attn.indexer.index_qk_proj.weight"
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
     """Family.adapt: joins the parts of tables and an MTP module's projections, splits those of indexers."""
     ours: dict[str, RawTensor] = {}
+    memory = next((i for i, layer in enumerate(config.layers) if layer.memory), None)
     shards: dict[str, dict[int, RawTensor]] = {}
     for name, tensor in tensors.items():
         stem, _, part = name.removesuffix(".weight").rpartition(".")
         if match := SHARD.fullmatch(name):
             shards.setdefault(f"{match[1]}.weight", {})[int(match[2])] = tensor
+        elif name == "embed_tokens_per_layer.weight" and memory is not None:
+            ours[f"layers.{memory}.memory.embed_tokens.weight"] = tensor
+        elif from_gguf and name.endswith(".memory.conv1d.weight") and len(tensor.shape) == 2:
+            ours[name] = tensor.shaped(tensor.shape[0], 1, tensor.shape[1])
         elif name.endswith(INDEXER):
             ours |= _indexer_parts(stem, tensor, config)
         elif part == FUSED[0] and (other := tensors.get(f"{stem}.{FUSED[1]}.weight")) is not None:

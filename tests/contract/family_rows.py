@@ -460,7 +460,9 @@ ROWS: Mapping[str, FamilyRow] = {
         mtp_block=1, excluded=("attention_bias",),
         variants={
             "one stream more, silu, pairs of tokens": {
-                "hc_count": 4, "output_gate_type": None, "ple_layer_ids": [1, 3], "ngram_size": 2}}),
+                "hc_count": 4, "output_gate_type": None, "ple_layer_ids": [1, 3], "ngram_size": 2}},
+        # embeddings of n-grams are as wide as others
+        llama_cpp={"ple_embed_dim": 256, "hc_lowrank": 256, "indexer_head_dim": 64, "split_ngram_parts": 2}),
     "qwen3_moe": FamilyRow(
         # llama.cpp has experts in all layers
         llama_cpp={"mlp_only_layers": []}),

@@ -9,11 +9,12 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from gguf_files import in_rope_order, stacked, write_file
+from gguf_files import in_rope_order, llama_tensors, stacked, write_file
 from support import family_of, model_at
 from test_checkpoints import logits_of
 from tiny_models import write_model
 
+from headstart.layers.ngram import hash_factors
 from headstart.models.small import Arrays
 
 Config = dict[str, Any]
@@ -258,7 +259,62 @@ def bailing_names(arrays: Arrays, config: Config) -> Arrays:
     return {name.replace("expert_bias", "expert_bias.bias"): array for name, array in arrays.items()}
 
 
+def flash_keys(config: Config) -> Config:
+    ratio, rotary = config["indexer_compress_ratio"], int(config["head_dim"] * config["partial_rotary_factor"])
+    sizes = [61, 67, 71, 73]
+    return experts(config, "num_experts") | {
+        "expert_shared_feed_forward_length": config["shared_expert_intermediate_size"],
+        "ssm.conv_kernel": config["linear_conv_kernel_dim"], "ssm.state_size": config["linear_key_head_dim"],
+        "ssm.group_count": config["linear_num_key_heads"], "ssm.time_step_rank": config["linear_num_value_heads"],
+        "ssm.inner_size": config["linear_num_value_heads"] * config["linear_value_head_dim"],
+        "attention.recurrent_layers": [True, False, True, False], "full_attention_interval": 2,
+        "rope.dimension_count": rotary, "rope.freq_base": float(config["rope_theta"]),
+        "rope.dimension_sections": [2, 1, 1, 0], "hyper_connection.count": config["hc_count"],
+        "hyper_connection.low_rank": config["hc_lowrank"], "attention.compress_ratios": [0, ratio, 0, ratio],
+        "attention.indexer.head_count": config["indexer_n_heads"],
+        "attention.indexer.key_length": config["indexer_head_dim"], "attention.indexer.top_k": config["indexer_budget"],
+        "ple.layers": [0], "ple.ngram_size": config["ngram_size"], "ple.heads_per_ngram": config["heads_per_ngram"],
+        "ple.conv_kernel": config["ple_conv_kernel_size"], "ple.eos_token_id": config["eos_token_id"],
+        "ple.image_token_id": 5, "embedding_length_per_layer_input": 6,
+        "ple.layer_multipliers": np.array(hash_factors(config["vocab_size"], config["ngram_size"], 1234), np.uint64),
+        "ple.head_vocab_sizes": np.array(sizes, np.uint64),
+        "ple.head_offsets": np.cumsum([0, *sizes[:-1]]).astype(np.uint64),
+    }  # fmt: skip
+
+
+FLASH = {
+    r"^mtp\.layers\.0\.": "blk.3.", r"^mtp\.hyper_connection_mixer": "blk.3.nextn.hc_head",
+    r"^model\.hyper_connection_mixer": "output_hc", r"^model\.layers\.": "blk.", r"attn_hyper_connection": "hc_attn",
+    r"mlp_hyper_connection": "hc_ffn", r"\.hc_norm": "_norm", r"\.input_mix_weight_": "_",
+    r"\.block_(inject)_weight": r"_\1", r"\.ple\.(key|value)_proj": r".ple_\1",
+    r"blk\.0\.ple\.ple_embedding\.ngram_embedding": "per_layer_token_embd", r"\.ple\.": ".ple_",
+    r"self_attn\.indexer\.(.)_layernorm": r"indexer.\1_norm",
+}  # fmt: skip
+"""What Qwen3.8-Flash-Next has beside Qwen3.5's tensors."""
+
+
+def flash_names(arrays: Arrays, config: Config) -> Arrays:
+    found, rest, fused = dict[str, Any](), dict[str, Any](), []
+    for name, array in arrays.items():
+        new = name
+        for old, ours in FLASH.items():
+            new = re.sub(old, ours, new)
+        if ".fc_" in f".{name}":
+            fused.append(array)
+        elif "index_qk_proj" in name:
+            split = config["indexer_n_heads"] * config["indexer_head_dim"]
+            for part, rows in (("q", array[:split]), ("k", array[split:])):
+                found[f"{new.split('.self_attn')[0]}.indexer.{part}_proj.weight"] = rows
+        elif re.search(r"hyper_conn|\.ple\.|indexer", name):
+            found[new] = array.squeeze() + (1 if "norm" in name else 0)
+        else:
+            rest[name] = array
+    found["blk.3.nextn.eh_proj.weight"] = np.concatenate(fused, 1)
+    return found | llama_tensors({**config, "model_type": "qwen3_5_moe_text"}, rest)
+
+
 CONVERTED = {
+    "qwen4_exp": Converted("qwen4exp", flash_keys, flash_names, modules=1, table="qwen35moe"),
     "deepseek_v4": Converted("deepseek4", v4_keys, v4_names, table="deepseek2"),
     "exaone_moe": Converted("exaone-moe", exaone_moe_keys, exaone_moe_names, modules=1),
     "hy_v3": Converted("hy_v3", sigmoid_keys, modules=1, table="exaone-moe"),
@@ -292,7 +348,7 @@ NEWER = {
 
 
 def new_name(names: gguf.TensorNameMap, name: str) -> str:
-    if name.startswith(("blk.", "output", "token_embd")):  # of a converter with a table of its own
+    if name.startswith(("blk.", "output", "token_embd", "per_layer")):  # of a converter with a table of its own
         return name
     if found := names.get_name(name, (".weight", ".bias")):
         return str(found)
