@@ -102,23 +102,26 @@ class StateCacheManager:
             state.source, state.position = state.own, true_end
         return _joined(sequences)
 
-    def plan_head(self, network: int, rows: Iterable[Rows], *, pairs: bool) -> StateSteps:
-        """StateSteps of a pass of a head with states. Its pools have two slots for each sequence: one is the sequence's
-        own, with the state after the latest row; the other one, `num_running` slots further, has the state before the
-        newest pair, where the next pairs begin. Pairs without that state (after a prefix hit) begin with zeros; drafts
-        may be worse then."""
+    def plan_head(self, network: int, rows: Iterable[Rows], num_recomputed: int) -> StateSteps:
+        """StateSteps of a pass of a head with states, over pairs of committed tokens or one drafted token. Its pools
+        have two slots for each sequence: one is the sequence's own, with the state after the latest row; the other one,
+        `num_running` slots further, has the state before the newest `num_recomputed` pairs, where the next pairs begin.
+        Pairs without that state (after a prefix hit) begin with zeros; drafts may be worse then."""
         sequences: list[_SequenceSteps] = []
         for part in rows:
             state, end = self._states[part.sequence], part.start + len(part.token_ids)
-            older = state.own + self.num_running  # slot of the state before the newest pair
+            older, next_start = state.own + self.num_running, end - num_recomputed
             read, stores = state.own, [(end, state.own)]
-            if pairs:
+            if part.start < len(part.sequence.tokens):
                 read = older if state.heads.get(network) == part.start else -1
-                if end - part.start > 1:
-                    stores.insert(0, (end - 1, older))
-                    state.heads[network] = end - 1
+                if next_start > part.start:
+                    stores.insert(0, (next_start, older))
             sequences.append(_SequenceSteps(state.own, read, part.start, end, stores))
         return _joined(sequences)
+
+    def fill_head(self, sequence: Sequence, network: int, position: int) -> None:
+        """Marks the older state of `plan_head` as the one before `position`, when all modules have stored it."""
+        self._states[sequence].heads[network] = position
 
     def _new_snapshots(self, sequence: Sequence, state: _SequenceState, end: int) -> dict[int, int]:
         """Position -> slot of the snapshots to write between the sequence's state and `end`, in ascending order."""

@@ -7,6 +7,7 @@ states. A head without KV needs only the newest pair.
 """
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from itertools import accumulate
 from typing import Self, cast
 
@@ -42,10 +43,10 @@ class HeadDrafter(base.Drafter):
         lm_heads = head.lm_heads or (sketch or lm_head_of(target, head, ids),)
         network = HeadNetwork(head, target.config.hidden_size, embedding, lm_heads)
         self._network = target.runner.open(network, target.network)
-        if network.state_specs:  # the newest pair of a pass is computed again in the next one
-            self._budget = max(self._budget, 2)
+        self._budget = max(self._budget, network.num_recomputed + 1)
         self._modules_with_kv = [i for i, module in enumerate(head.modules) if module.kv_specs]
-        self._pair_programs = [f"pairs.{i}" for i in sorted({0, *self._modules_with_kv})]
+        reading = [0] if head.spec.is_chain else sorted({0, *self._modules_with_kv})  # modules that read the trunk
+        self._pair_programs = [f"pairs.{i}" for i in reading]
         others = [(f"next.{self._spec.module_of(i)}", self._spec.rows_before(i)) for i in range(1, self.max_depth)]
         self._steps = base.DraftPrograms(self._network, self._pair_programs[0], others, self._token_ids)
 
@@ -65,13 +66,15 @@ class HeadDrafter(base.Drafter):
         if not requests:
             return
         parts = self._catch_up(requests)
-        if left := self._runner.draft(self._steps, requests, parts, self.method):
+        if self._spec.is_chain:
+            self._run_chain(parts, [base.GrowingDraft.start(request, self.method) for request in requests])
+        elif left := self._runner.draft(self._steps, requests, parts, self.method):
             self._draft([requests[i] for i in left], [parts[i] for i in left])
         self._mark_filled(parts)
 
     def propose_early(self, requests: Seq[base.EarlyDraftRequest], sample: PendingSample) -> None:
         """Rows as of `_pairs`, as if all drafted tokens were accepted. Only for heads whose pairs take one pass."""
-        if len(self._pair_programs) > 1:
+        if len(self._pair_programs) > 1 or self._spec.is_chain:
             return
         parts: list[Rows] = []
         eligible: list[base.EarlyDraftRequest] = []
@@ -116,13 +119,34 @@ class HeadDrafter(base.Drafter):
         for sequence in [request.sequence for request in requests]:
             while self.num_uncached(sequence) >= self._budget:
                 chunk = [self._pairs(sequence, self._budget)]
-                for program in self._pair_programs:
-                    self._runner.run(self._network, program, chunk)
+                if self._spec.is_chain:
+                    self._run_chain(chunk, [])
+                else:
+                    for program in self._pair_programs:
+                        self._runner.run(self._network, program, chunk)
                 self._mark_filled(chunk)
         parts = [self._pairs(request.sequence) for request in requests]
         for program in self._pair_programs[1:]:
             self._runner.run(self._network, program, parts)
         return parts
+
+    def _run_chain(self, parts: Seq[Rows], growing: Seq[base.GrowingDraft]) -> None:
+        """Runs a chain over pairs: each module reads the tokens one position further on, at the end drafted ones, or
+        token 0 behind the end of a draft. `growing`: the drafts of `parts`, if any."""
+        hidden: Buffer = None
+        every = np.arange(sum(len(part.token_ids) for part in parts), dtype=np.int32)
+        for module in range(self._spec.num_modules):
+            live = [each for each in growing if each.can_grow]
+            drawn = {each.sequence for each in live}
+            rows = [
+                replace(part, token_ids=_tokens_ahead(part, module), num_logits=int(part.sequence in drawn))
+                for part in parts
+            ]
+            output = self._runner.run(self._network, f"{'next' if module else 'pairs'}.{module}", rows, hidden=hidden)
+            if live:
+                self._draw_next(output["logits"], live)
+            # a copy: a pass must not read the buffer it writes
+            hidden = self._backend.rows(output["hidden"], every)
 
     def _pairs(self, sequence: Sequence, limit: int | None = None) -> Rows:
         # at least one row is recomputed, because the first draft token is drawn from it
@@ -146,6 +170,14 @@ class HeadDrafter(base.Drafter):
             each.row = row
         self._draw_next(output["logits"], growing)
         return output["hidden"]
+
+
+def _tokens_ahead(part: Rows, ahead: int) -> list[int]:
+    """The tokens `ahead` positions behind those of a sequence's rows, drafted ones included; 0: not known."""
+    count, sequence = len(part.token_ids), part.sequence
+    known = [*sequence.tokens[part.start + ahead : part.start + ahead + count]]
+    known += sequence.draft.tokens[max(part.start + ahead - len(sequence.tokens), 0) :][: count - len(known)]
+    return known + [0] * (count - len(known))
 
 
 def lm_head_of(target: base.TargetModel, head: Head, token_ids: NDArray[np.int64] | None) -> Linear:

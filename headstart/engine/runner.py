@@ -309,7 +309,7 @@ class Runner:
         plan = build_plan(rows, self.memory.block_size, network.first_position, hidden_offset)
         if handle is not self.trunk and network.state_specs:
             assert self.memory.states
-            states = self.memory.states.plan_head(handle.index, rows, pairs=hidden is None)
+            states = self.memory.states.plan_head(handle.index, rows, network.num_recomputed)
         plan.states = states
         prepared = handle.programs[program]
         if handle is self.trunk and program in self._adapted:
@@ -320,9 +320,11 @@ class Runner:
 
     def fill(self, handle: NetworkHandle, rows: Seq[Rows]) -> None:
         for part in rows:
-            # with states, the newest pair is computed again: see StateCacheManager.plan_head
-            end = part.start + len(part.token_ids) - bool(handle.network.state_specs)
-            self.memory.fill(part.sequence, handle.index, part.start, end)
+            end = part.start + len(part.token_ids) - handle.network.num_recomputed
+            if end >= part.start:
+                self.memory.fill(part.sequence, handle.index, part.start, end)
+            if end > part.start and self.memory.states and handle.network.state_specs:
+                self.memory.states.fill_head(part.sequence, handle.index, end)
 
     def filled(self, handle: NetworkHandle, sequence: Sequence) -> int:
         reach, size, begin = self.memory.reaches[handle.index], self.memory.block_size, 0

@@ -117,7 +117,9 @@ class HeadSpec:
 
     kind: str = "mtp"  # name of a file of heads/
     layer: LayerConfig | None = None  # the block of each module; None: the kind has no such block
+    layers: tuple[LayerConfig, ...] = ()  # the blocks of all modules, where they differ
     num_modules: int = 1
+    chained: bool = False  # module i > 0 reads module i - 1's output and the token i positions further on, at all pairs
     hidden_first: bool = False  # concat order [h ; e] instead of [e ; h]
     mask_first: bool = False  # the embedding of pair 0 is zeroed
     tap: Tap = "post_norm"  # the trunk's hidden state that the head reads
@@ -133,6 +135,17 @@ class HeadSpec:
     num_layers: int = 1  # layers of an EAGLE head; see heads.kind.further_layers for those after the first
     block: BlockSpec | None = None  # set for drafters that draft a block in one pass
     reader: ReaderSpec | None = None  # set for heads that read the trunk's keys; each step is at the newest position
+
+    def block_of(self, module: int) -> LayerConfig:
+        """The block of a module of a kind whose modules have one."""
+        layer = self.layers[module] if self.layers else self.layer
+        assert layer is not None
+        return layer
+
+    @property
+    def is_chain(self) -> bool:
+        """True if modules read each other's outputs (`chained`); a single one reads its own."""
+        return self.chained and self.num_modules > 1
 
     def module_of(self, step: int) -> int | None:
         """Index of the module that runs draft step `step` (0-based); None if the head declares none."""
@@ -211,6 +224,12 @@ class HeadNetwork:
     def first_position(self) -> int:
         """A head that reads the trunk's KV starts at 0, where that starts; other heads start at their first pair."""
         return 0 if self.head.spec.reader else FIRST_PAIR_POSITION
+
+    @property
+    def num_recomputed(self) -> int:
+        """See Network. In a chain the last module's newest rows read drafted tokens."""
+        spec = self.head.spec
+        return spec.num_modules - 1 if spec.is_chain else int(bool(self.state_specs))
 
     @property
     def kv_specs(self) -> Sequence[KVSpec]:

@@ -101,7 +101,7 @@ def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[MTPModule]:
             embedding_norm=norm(f"mtp.{i}.norm_embedding"),
             hidden_norm=norm(f"mtp.{i}.norm_hidden", size=_hidden_norm(spec, hidden)),
             projection=_projection(weights, f"mtp.{i}.projection", hidden, spec.layer),
-            block=spec.layer.build(weights, f"mtp.{i}.block", hidden),
+            block=spec.block_of(i).build(weights, f"mtp.{i}.block", hidden),
             norm=norm(f"mtp.{i}.norm") if spec.output_norm else NoNorm(),
             streams=_streams(weights, f"mtp.{i}.streams", hidden, spec.layer),
             trunk_norm=norm("embed_norm") if spec.embed_norm else None,
@@ -119,14 +119,15 @@ def lm_heads(weights: Weights, spec: HeadSpec, hidden: int, rows: int) -> Seq[Li
 def shapes(spec: HeadSpec, hidden: int) -> Shapes:
     assert spec.layer is not None
     every: Shapes = {}
-    for prefix in (f"mtp.{i}" for i in range(spec.num_modules)):
+    for i in range(spec.num_modules):
+        prefix = f"mtp.{i}"
         norms = ("norm_embedding", "norm_hidden", *(("norm",) if spec.output_norm else ()))
         every |= {f"{prefix}.{name}.weight": (hidden,) for name in norms}
         every[f"{prefix}.norm_hidden.weight"] = (_hidden_norm(spec, hidden),)
         every[f"{prefix}.projection.weight"] = (hidden, 2 * hidden)
         if spec.own_lm_head:
             every[f"{prefix}.lm_head.weight"] = (spec.own_lm_head, hidden)
-        every |= spec.layer.shapes(f"{prefix}.block", hidden)
+        every |= spec.block_of(i).shapes(f"{prefix}.block", hidden)
         if spec.layer.streams:
             every |= hyper_connection_shapes(f"{prefix}.streams", hidden, spec.layer.streams, last=True)
     return every

@@ -50,6 +50,7 @@ class DecoderConfig:
     streams: StreamSpec | AltUpConfig | ResidualBankConfig | None = None  # residual streams of all layers; None: one
     num_mtp: int = 0  # native MTP modules that config.json declares
     mtp_layer: LayerConfig | None = None  # the block of an MTP module; None: like the last layer
+    mtp_layers: tuple[LayerConfig, ...] = ()  # the blocks of all MTP modules, where they differ
     mtp_output_norm: bool = True  # see HeadSpec.output_norm
     mtp_lm_heads: bool = False  # each MTP module has its own LM head
     mtp_recycle: Literal["post_norm", "pre_norm"] | None = None  # see HeadSpec.recycle; None: the family's

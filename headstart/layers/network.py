@@ -45,6 +45,10 @@ class Network(Protocol):
     def hidden_offset(self) -> int | None:
         """A row at position q reads the stored hidden state of position q - hidden_offset; None: its rows read none."""
 
+    @property
+    def num_recomputed(self) -> int:
+        """Newest positions of a drafter's pass that its next pass computes again; 1 or more with states."""
+
     def programs(self, pools: Pools) -> Mapping[str, NetworkProgram]:
         """The network's programs over these pools, by name."""
 
@@ -96,6 +100,10 @@ class DecoderNetwork:
     @property
     def state_specs(self) -> Seq[StateSpec]:
         return self.decoder.state_specs
+
+    @property
+    def num_recomputed(self) -> int:
+        return int(bool(self.state_specs))
 
     def programs(self, pools: Pools) -> Mapping[str, NetworkProgram]:
         hidden = pools.hidden if self.tap else None

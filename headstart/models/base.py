@@ -110,7 +110,7 @@ class Family:
         if strict and mtp.served and declared.modules > mtp.served:
             what = f"config.json promises {declared.modules} MTP modules, but {mtp.served} is served here"
             raise ModelError(what, f"lower {declared.key} to {mtp.served}: a module drafts several tokens, one by one")
-        return mtp.num_used(declared.modules)
+        return declared.modules
 
     def tiny_config(self, **changes: Any) -> dict[str, Any]:
         """config.json of the tiny test model. changes: keys to add or replace."""
@@ -137,7 +137,8 @@ class Family:
         rows = config.vocab_size if config.mtp_lm_heads else 0
         layer = config.head_layer
         return replace(
-            self.head, layer=layer, num_modules=config.num_mtp, recycle=recycle, own_lm_head=rows,
+            self.head, layer=layer, layers=config.mtp_layers, num_modules=config.num_mtp, recycle=recycle,
+            own_lm_head=rows,
             output_norm=self.head.output_norm and config.mtp_output_norm, logit_scale=config.logit_scale,
         )  # fmt: skip
 

@@ -2,8 +2,8 @@
 convolutions in every layer, and shared experts that the router weighs.
 
 Formula: transformers 5.24 `models/inkling`. Tensor names are those of released files. From `log_scaling_n_floor` on
-queries grow with the logarithm of positions; contexts end there. MTP: vLLM 0.33 `models/inkling/nvidia/mtp.py`; of the
-modules, the first runs all draft steps.
+queries grow with the logarithm of positions; contexts end there. MTP: vLLM 0.33 `models/inkling/nvidia/mtp.py`, with
+several modules `v1/worker/gpu/spec_decode/multi_module_mtp`: a chain, whose norm all modules share.
 """
 
 import re
@@ -62,11 +62,12 @@ def parse(config: Config) -> DecoderConfig:
         layers.append(
             ConvolvedLayerConfig(mixer=_mixer(config, kind), mlp=part, eps=real(config, "rms_norm_eps", 1e-6))
         )
+    modules = _modules(config, dense)
     longest = number(config, "max_position_embeddings", "model_max_length", default=131072)
     return keys.decoder(
         config, layers, vocab_size=number(config, "unpadded_vocab_size", "vocab_size"), embedding_norm="weighted",
         logit_scale=1 / real(config, "logits_mup_width_multiplier", 24.0), tied=tied,
-        mtp_layer=_module(config, dense), mtp_output_norm=bool(_mtp(config).get("chain_hidden_post_norm")),
+        mtp_layer=modules[0], mtp_layers=modules, mtp_output_norm=bool(_mtp(config).get("chain_hidden_post_norm")),
         max_length=min(longest, number(config, "log_scaling_n_floor", default=longest)),
     )  # fmt: skip
 
@@ -79,12 +80,13 @@ def _mtp(config: Config) -> Mapping[str, Any]:
     return declared
 
 
-def _module(config: Config, dense: MLPConfig) -> LayerConfig:
-    """The block of the first MTP module; without modules that of heads that are trained on the model."""
-    if not keys.num_mtp(config):
-        return keys.layer(config, keys.attention(config), dense)
-    kind = SLIDING if 0 in (_mtp(config).get("local_layer_ids") or ()) else FULL
-    return ConvolvedLayerConfig(mixer=_mixer(config, kind), mlp=dense, eps=real(config, "rms_norm_eps", 1e-6))
+def _modules(config: Config, dense: MLPConfig) -> tuple[LayerConfig, ...]:
+    """The blocks of the MTP modules; without modules that of heads that are trained on the model."""
+    if not (count := keys.num_mtp(config)):
+        return (keys.layer(config, keys.attention(config), dense),)
+    local, eps = _mtp(config).get("local_layer_ids") or (), real(config, "rms_norm_eps", 1e-6)
+    mixers = [_mixer(config, SLIDING if i in local else FULL) for i in range(count)]
+    return tuple(ConvolvedLayerConfig(mixer=mixer, mlp=dense, eps=eps) for mixer in mixers)
 
 
 def _mixer(config: Config, kind: str) -> RelativeConfig:
@@ -151,6 +153,8 @@ def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool)
             ours |= _unstacked(f"{stem}.mlp.experts", tensor, first, match[2] == "w13", scale)
         else:
             ours[name] = tensor
+    if (norm := ours.get("mtp.0.norm.weight")) is not None:
+        ours |= {f"mtp.{i}.norm.weight": norm for i in range(1, config.num_mtp)}
     return ours
 
 
@@ -252,9 +256,9 @@ FAMILY = Family(
     ),
     adapt=adapt,
     restore=restore,
-    head=HeadSpec(hidden_first=True, embed_norm=True),
+    head=HeadSpec(hidden_first=True, embed_norm=True, chained=True),
     mtp=MTPLayout(
-        title="Inkling", count_key="mtp_config.num_nextn_predict_layers", used=1,
+        title="Inkling", count_key="mtp_config.num_nextn_predict_layers",
         not_xllm="xLLM has no draft of this type", not_llama_cpp="its converter leaves the modules out",
     ),
     aliases=("inkling_model", "inkling_mm_model", "inkling_text"),

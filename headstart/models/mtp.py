@@ -82,7 +82,6 @@ class MTPLayout:
     released: int = 0  # modules of released checkpoints whose configs lack the key; copies may have lost them
     max_modules: int = 0  # maximum that other engines load; 0: any number
     served: int = 0  # maximum that headstart runs; models with more are refused; 0: any number
-    used: int = 0  # the first modules, which headstart runs; the others are not read; 0: all
     spare: int = 0  # excess of the key's value over the number of modules, if the value is above 1
     architectures: tuple[str, ...] = ()  # lower-case parts of `architectures`, if the model_type does not identify it
     requires: str = ""  # config key that checkpoints of this layout must have; only `count_key` then counts modules
@@ -118,10 +117,6 @@ class MTPLayout:
         if found.key is None:
             return Declared(self.default, None)
         return Declared(max(found.modules - self.spare, min(found.modules, 1)), found.key)
-
-    def num_used(self, modules: int) -> int:
-        """How many of a checkpoint's `modules` headstart runs."""
-        return min(modules, self.used or modules)
 
     def serves(self, config: Mapping[str, Any]) -> bool:
         """True if the config has this layout (see `requires` and `unless`)."""

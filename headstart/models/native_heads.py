@@ -101,8 +101,7 @@ class NativeHeads:
     @property
     def count(self) -> int:
         """Number of MTP modules that the engine would run."""
-        promised = self.promised.modules or (len(self.modules) if self.layout and self.layout.released else 0)
-        return self.layout.num_used(promised) if self.layout else promised
+        return self.promised.modules or (len(self.modules) if self.layout and self.layout.released else 0)
 
 
 def examine(checkpoint: Checkpoint, weights: Mapping[str, WeightHeader] | None = None) -> NativeHeads:
@@ -177,20 +176,10 @@ def _as_loaded(
         return replace(heads, unread=error)
     if sizes.no_drafter:
         return replace(heads, refused=sizes.no_drafter)
-    layout = family.layout(config)
-    sizes = replace(sizes, num_mtp=layout.num_used(sizes.num_mtp) if layout else sizes.num_mtp)
     outside = {name: each for name, each in weights.items() if _may_be_heads(name, heads.num_layers)}
     check = _LoadCheck(heads, family, sizes, trailing, outside)
     modules = [check.module(i) for i in range(sizes.num_mtp)]
-    canonical = family.names.canonical
-    left = [name for name in check.extra(names.values()) if not _is_unused(canonical(name), sizes.num_mtp)]
-    return replace(heads, modules=modules, extra=sorted(left))
-
-
-def _is_unused(name: str | None, num_used: int) -> bool:
-    """Whether a tensor belongs to a module after those that the engine runs (MTPLayout.used)."""
-    match = _MODULE.match(name or "")
-    return match is not None and int(match[1]) >= num_used
+    return replace(heads, modules=modules, extra=sorted(check.extra(names.values())))
 
 
 def _count_present(names: Iterable[str], family: Family, num_layers: int, *, trailing: bool) -> int:

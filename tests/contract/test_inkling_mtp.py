@@ -1,4 +1,5 @@
-"""Inkling's MTP modules: blocks with convolutions, whose states the draft network keeps beside the trunk's."""
+"""Inkling's MTP modules: blocks with convolutions, whose states the draft network keeps beside the trunk's; several
+are a chain."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from oracles import MTPOracle
 from support import Outputs, family_of, make, model_at, new_sequence, prompt_of, request, run
 from test_families import Forced, changed
 from tiny_models import write_model
+from torch import Tensor
 
 from headstart.core import Span
 from headstart.drafters.base import DraftRequest
@@ -17,12 +19,24 @@ from headstart.drafters.base import DraftRequest
 MTP = {"num_nextn_predict_layers": 1, "local_layer_ids": [0], "chain_hidden_post_norm": False}
 
 
+class Modules(MTPOracle):
+    """Modules, of which those in `local` have windows."""
+
+    def __init__(self, modules: int, local: list[int], *, norm: bool) -> None:
+        module, self.local = ROWS["inkling"].mtp, local
+        assert module
+        told = {"num_nextn_predict_layers": modules, "local_layer_ids": local, "chain_hidden_post_norm": norm}
+        module = replace(module, norm="model.mtp.chain_norm" if norm else "")
+        super().__init__("inkling", module, **changed({"mtp_config": told}))
+
+    def _build_module(self, module: int) -> Any:
+        local = [0] if module in self.local else []
+        self.mtp = replace(self.mtp, config={"local_layer_ids": local, "dense_mlp_idx": 1})
+        return super()._build_module(module)
+
+
 def test_drafts_with_full_attention_and_a_norm_after_the_block() -> None:
-    module = ROWS["inkling"].mtp
-    assert module
-    module = replace(module, norm="model.mtp.chain_norm", config={"local_layer_ids": [], "dense_mlp_idx": 1})
-    changes = {"mtp_config": {**MTP, "local_layer_ids": [], "chain_hidden_post_norm": True}}
-    oracle = MTPOracle("inkling", module, **changed(changes))
+    oracle = Modules(1, [], norm=True)
     tokens = prompt_of(40, 3)
     states = oracle.trunk_states(tokens)
     engine = make(oracle.model, drafter="mtp", depth=2)
@@ -40,28 +54,68 @@ def test_drafts_with_full_attention_and_a_norm_after_the_block() -> None:
         assert float((forced.seen[length, 1] - logits[-1]).abs().max()) < 1e-5
 
 
+def chained_logits(oracle: MTPOracle, states: Tensor, tokens: list[int], length: int, depth: int) -> list[Tensor]:
+    """Draft logits [V] of each step after `length` tokens, as vLLM's speculator computes them: module i runs over all
+    positions, on module i - 1's outputs and the tokens i positions further on."""
+    hidden, found = states[: length - 1], []
+    for module in range(depth):
+        logits, hidden = oracle.forward(hidden, tokens[1 + module : length + module], module)
+        found.append(logits[-1])
+    return found
+
+
+@pytest.mark.parametrize(("local", "norm"), [([0, 2], True), ([], False)])
+def test_draft_logits_of_a_chain(local: list[int], norm: bool) -> None:
+    oracle = Modules(3, local, norm=norm)
+    tokens = prompt_of(40, 3)
+    states = oracle.trunk_states(tokens)
+    engine = make(oracle.model, drafter="mtp", depth=3)
+    engine.runner.draw = forced = Forced(tokens)
+    sequence = new_sequence(engine, tokens, 2)
+    for length, depth in ((2, 3), (3, 1), (4, 2), (7, 3), (7, 3), (8, 3), (21, 1), (22, 1), (24, 3), (35, 3)):
+        sequence.tokens = list(tokens[:length])
+        if length - 1 > sequence.num_computed:
+            engine.runner.forward([Span(sequence, sequence.num_computed, length - 1 - sequence.num_computed, 0)])
+        sequence.num_computed = length - 1
+        engine.drafting.drafter.propose([DraftRequest(sequence, depth)])
+        assert sequence.draft.tokens == tokens[length : length + depth]
+        forced.check(length, chained_logits(oracle, states, tokens, length, depth))
+
+
+@pytest.mark.parametrize("budget", [7, 512])
+def test_draft_logits_of_a_chain_over_a_ragged_batch(budget: int) -> None:
+    """Sequences of many lengths and depths in one round, long ones caught up in chunks."""
+    oracle = Modules(3, [1], norm=True)
+    tokens = prompt_of(50, 4)
+    states = oracle.trunk_states(tokens)
+    engine = make(oracle.model, drafter="mtp", depth=3, max_num_batched_tokens=budget)
+    engine.runner.draw = forced = Forced(tokens)
+    rounds = ((2, 3), (3, 1), (17, 2), (18, 3), (19, 1), (44, 2))
+    asked = [DraftRequest(new_sequence(engine, tokens, length, length - 1), depth) for length, depth in rounds]
+    engine.drafting.drafter.propose(asked)
+    assert len(forced.seen) == sum(depth for _, depth in rounds)
+    for length, depth in rounds:
+        forced.check(length, chained_logits(oracle, states, tokens, length, depth))
+
+
 def drafts(path: Path, backend: str, **settings: Any) -> Outputs:
     requests = [request(prompt_of(30, 7)[: 10 + 7 * i], name=str(i), max_tokens=30) for i in range(3)]
     return run(make(model_at(path, backend), drafter="mtp", depth=3, block_size=16, **settings), requests)
 
 
-def published(folder: Path, modules: int) -> Path:
-    """A model whose file holds modules with equal weights."""
-    config, arrays = family_of("inkling").tiny(mtp_config=MTP)
-    config["mtp_config"] = {**MTP, "num_nextn_predict_layers": modules}
-    for name, array in list(arrays.items()):
-        arrays |= {name.replace("mtp.layers.0.", f"mtp.layers.{i}."): array for i in range(modules)}
-    return write_model(folder, config, arrays)
-
-
 @pytest.mark.parametrize("backend", ["reference", "native"])
-def test_the_first_of_several_modules_drafts(tmp_path: Path, backend: str) -> None:
-    one, three = (drafts(published(tmp_path / str(count), count), backend) for count in (1, 3))
-    assert one == three
-    uncached = drafts(tmp_path / "1", backend, enable_prefix_caching=False)
-    assert [each.tokens for each in uncached.values()] == [each.tokens for each in one.values()]
-    assert all(each.stats and each.stats.drafted for each in one.values())
-    assert model_at(tmp_path / "3", backend).config.num_mtp == 1
+@pytest.mark.parametrize("modules", [1, 3])
+def test_texts_with_drafts(tmp_path: Path, backend: str, modules: int) -> None:
+    told = {"num_nextn_predict_layers": modules, "local_layer_ids": [0, 2], "chain_hidden_post_norm": modules > 1}
+    path = write_model(tmp_path / "model", *family_of("inkling").tiny(mtp_config=told))
+    found = drafts(path, backend)
+    uncached = drafts(path, backend, enable_prefix_caching=False)
+    plain = run(make(model_at(path, backend), drafter="none", block_size=16), [
+        request(prompt_of(30, 7)[: 10 + 7 * i], name=str(i), max_tokens=30) for i in range(3)
+    ])  # fmt: skip
+    assert len({tuple(map(tuple, (e.tokens for e in each.values()))) for each in (found, uncached, plain)}) == 1
+    assert all(each.stats and each.stats.drafted for each in found.values())
+    assert model_at(path, backend).config.num_mtp == modules
 
 
 def test_an_incomplete_file_is_served_without_its_module(tmp_path: Path) -> None:
