@@ -152,7 +152,7 @@ IMPLIED: Mapping[str, Mapping[str, float | None]] = {
     },
     **dict.fromkeys(("exaone-moe", "bailingmoe2", "bailingmoe3", "deepseek32", "glm-dsa"), _EXPERTS),
     "glm5-next": {**_EXPERTS, "swiglu_limits": 0},
-    "hy_v4": {**_EXPERTS, "swiglu_limits": 0, "rope_interleave": True},
+    "hy_v4": {**_EXPERTS, "swiglu_limits": 0},
     # gguf._config derives mlp_layer_types from the tensors
     "hy_v3": {**_EXPERTS, "n_shared_experts": 1, "mlp_layer_types": None},
     "qwen3moe": {"norm_topk_prob": True},

@@ -1,7 +1,9 @@
 """Hunyuan 4 (HY-V4): latent attention with sinks, gates and shared indexers (DSA), in streams that are not mixed.
 
-Formula: transformers 5.24 `models/hy_v4`. MTP module: vLLM 0.33 `hy_v4/nvidia/mtp.py`: one stream, an indexer of its
-own, experts; the state after `final_layernorm` is recycled. `num_nextn_predict_layers` is 1 or 2 for one module.
+Formula: transformers 5.24 `models/hy_v4`, but rotary pairs are neighbours, as vLLM 0.33 and llama.cpp b11434 read the
+released weights; transformers rotates halves of the same rows. MTP module: vLLM 0.33 `hy_v4/nvidia/mtp.py`: one stream,
+an indexer of its own, experts; the state after `final_layernorm` is recycled. `num_nextn_predict_layers` is 1 or 2 for
+one module.
 """
 
 from dataclasses import replace
@@ -61,7 +63,7 @@ def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool)
 
 
 def _mixer(config: Config) -> MLAConfig:
-    paired = flag(config, "rope_interleave")  # llama.cpp rotates features side by side, transformers two halves
+    paired = flag(config, "rope_interleave", True)
     latent = _latent.mixer(keys.inside(config, {"rope_interleave": paired, "indexer_rope_interleave": paired}))
     if latent.indexer is None:
         raise ModelError("config.json: index_topk is missing", "all layers of HY-V4 select positions")
@@ -112,5 +114,6 @@ FAMILY = Family(
         "model_type": "hy_v4", "architectures": ["HYV4ForCausalLM"], **_latent.SMALL, **_latent.INDEXED,
         "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "num_nextn_predict_layers": 1,
         "indexer_types": ["full", "shared", "full"], "hc_mult": 3, "hc_magnitude": 1.5, "hc_eps": 1e-3,
+        "rope_interleave": False,  # as in transformers' class
     },
 )  # fmt: skip

@@ -22,6 +22,7 @@ from test_converted_families import (
 )
 from tiny_models import write_model
 
+from headstart.layers.mla import MLAConfig
 from headstart.models.small import Arrays
 
 NAMES = {
@@ -168,10 +169,10 @@ CONVERTED: dict[str, tuple[Converted, Config]] = {
         Converted("minimax-m3", m3_keys, m3_names, table="kimi-linear"),
         {"shared_intermediate_size": 24, "num_mtp_modules": 0},
     ),
-    # llama.cpp rotates features side by side; files have one flag where all indexers are full
+    # files have one flag where all indexers are full
     "hy_v4": (
         Converted("hy_v4", hy_keys, names, table="kimi-linear"),
-        {"rope_interleave": True, "indexer_types": ["full"] * 3, "num_nextn_predict_layers": 0},
+        {"rope_interleave": None, "indexer_types": ["full"] * 3, "num_nextn_predict_layers": 0},
     ),
 }
 """Family -> how it is converted, and changes of its small config: linear layers have as many heads as others."""
@@ -187,3 +188,12 @@ def test_a_converted_file_says_the_same(family: str, tmp_path: Path) -> None:
     assert bool(found.head) == bool(how.modules)
     if found.head:
         assert plain.head and replace(found.head.spec, layer=None) == replace(plain.head.spec, layer=None)
+
+
+def test_rotary_pairs_of_hy_v4_are_neighbours_unless_its_config_says_no() -> None:
+    family = family_of("hy_v4")
+    for said, paired in ((None, True), (True, True), (False, False)):
+        for layer in family.read(family.tiny_config(rope_interleave=said)).layers:
+            assert isinstance(layer.mixer, MLAConfig)
+            assert layer.mixer.interleaved is paired
+            assert layer.mixer.indexer is None or layer.mixer.indexer.interleaved is paired
