@@ -128,6 +128,8 @@ class _Steps:
         """(inputs of the LM head, recycled vectors) of a step for the pairs `alive`, after the tokens `drafts` and the
         vectors of the step before."""
         self.module = self.head.spec.module_of(step) or 0
+        if self.head.spec.is_chain:
+            return self._chained(step, alive)
         if step == 0:
             return self._pairs(0)
         if self.module not in self._paired and self._pools[self.module]:
@@ -137,18 +139,32 @@ class _Steps:
         assert recycled is not None
         return self._forward(self._branches(step, alive, drafts), recycled, recycled=True)
 
+    def _chained(self, step: int, alive: Ids) -> tuple[Float32, Float32]:
+        """A step of a chain, whose module reads the text at all pairs: the drafts of `alive` equal it."""
+        if step == 0:
+            self._outputs = self._pairs(0)
+        else:
+            tokens = self.forced.tokens[np.minimum(self.forced.rows + step, self.forced.last)]
+            plan = replace(self.forced.plan, token_ids=tokens.astype(np.int32))
+            self._outputs = self._forward(self._from_zero(plan), self._outputs[1], recycled=True)
+        states, recycled = self._outputs
+        return states[alive], recycled[alive]
+
     def _pairs(self, module: int) -> tuple[Float32, Float32]:
         self.module = module
         self._paired.add(module)
         tap, states = self.head.spec.tap, self.forced.trunk.states
         hidden = states["layers" if tapped_layers(tap) else str(tap)][self.forced.rows - 1]
-        plan = self.forced.plan
-        if self._states[module]:
-            ends, last = plan.positions + 1, plan.row_starts[1:] - 1
-            slots = np.arange(len(ends), dtype=np.int32)
-            firsts, none = ends[plan.row_starts[:-1]] - 1, np.full_like(last, -1)
-            plan = replace(plan, states=StateSteps(last, none, firsts, ends[last], plan.row_starts, ends, slots))
-        return self._forward(plan, hidden, recycled=False)
+        return self._forward(self._from_zero(self.forced.plan), hidden, recycled=False)
+
+    def _from_zero(self, plan: StepPlan) -> StepPlan:
+        """The plan with the module's states, which begin with zeros and are kept behind each pair."""
+        if not self._states[self.module]:
+            return plan
+        ends, last = plan.positions + 1, plan.row_starts[1:] - 1
+        slots = np.arange(len(ends), dtype=np.int32)
+        firsts, none = ends[plan.row_starts[:-1]] - 1, np.full_like(last, -1)
+        return replace(plan, states=StateSteps(last, none, firsts, ends[last], plan.row_starts, ends, slots))
 
     def _forward(self, plan: StepPlan, hidden: Float32, *, recycled: bool) -> tuple[Float32, Float32]:
         head, spec = self.head, self.head.spec

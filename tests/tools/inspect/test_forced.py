@@ -30,7 +30,7 @@ from headstart.tools.inspect.forced_head import TeacherForcedHead
 pytest.importorskip("headstart.kernels.native._native", exc_type=ImportError)
 DEPTH = 3
 CONFIG = EngineConfig(backend="native", threads=1)
-GGUF, FP8 = "in GGUF", "in FP8"
+GGUF, FP8, CHAINED = "in GGUF", "in FP8", "with a chain"
 QUANTIZED = f"qwen3_moe {GGUF}"
 KEYS: dict[str, dict[str, Any]] = {
     QUANTIZED: {"hidden_size": 64, "moe_intermediate_size": 32, "mlp_only_layers": []},
@@ -38,7 +38,7 @@ KEYS: dict[str, dict[str, Any]] = {
 }
 slow = pytest.mark.slow
 FAMILIES = [
-    "deepseek_v3", QUANTIZED, "qwen3_5",
+    "deepseek_v3", QUANTIZED, "qwen3_5", f"llama {CHAINED}",
     *(pytest.param(name, marks=slow) for name in (
         "llama", "gemma3", "gemma4", "gpt_oss", "glm4_moe", "mimo_v2_flash", "longcat_flash", "nemotron_h", "llama4",
         "deepseek_v41", f"llama {GGUF}", f"deepseek_v3 {FP8}",
@@ -71,9 +71,10 @@ def written(name: str, softness: float = 0.02) -> Path:
     return folder
 
 
-def loaded(path: Path, *, streamed: bool) -> Model:
+def loaded(path: Path, *, streamed: bool, chained: bool = False) -> Model:
     model = load_model(str(path), CONFIG, streamed=streamed)
-    return replace(model, head=support.make_head(model, HeadSpec(tap="pre_norm"), agreeing=True))
+    spec = HeadSpec(tap="pre_norm", chained=chained, num_modules=DEPTH if chained else 1)
+    return replace(model, head=support.make_head(model, spec, agreeing=True))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -88,13 +89,14 @@ def test_streamed_drafts_are_the_engines(name: str) -> None:
                 drafts = seen.setdefault(sequence.request.request_id, {})
                 drafts[len(sequence.tokens)] = list(sequence.draft.tokens)
 
-    whole = loaded(path, streamed=False)
+    chained = name.endswith(CHAINED)
+    whole = loaded(path, streamed=False, chained=chained)
     engine = support.make(whole, backend="native", dtype="float32", depth=DEPTH, block_size=16)
     asked = [support.request(support.prompt_of(9 + 5 * i, i), name=f"r{i}", max_tokens=30, stops=()) for i in range(3)]
     outputs = support.run(engine, asked, after_step)
     texts = [[*each.prompt_ids, *outputs[each.request_id, 0].tokens] for each in asked]
 
-    model = loaded(path, streamed=True)
+    model = loaded(path, streamed=True, chained=chained)
     trunk = run_trunk(model, texts, no_progress)
     for begin, each, text in zip(trunk.plan.row_starts, asked, texts, strict=False):
         prompt = len(each.prompt_ids)
