@@ -35,6 +35,10 @@ VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
             "layer_types": [("sliding", "full")[i % 2 if i < 3 else i - 3] + "_attention" for i in range(5)],
         },
     ),
+    "inkling_chain": (
+        "inkling",
+        {"mtp_config": {"num_nextn_predict_layers": 3, "local_layer_ids": [0, 2], "chain_hidden_post_norm": True}},
+    ),
     "step5": ("step3p5", STEP5),
 }  # fmt: skip
 """Rows beside those of each family: the family, and changes of its small config."""

@@ -4,6 +4,9 @@ The pair (h_p, t_{p+1}) is stored at position and slot p + 1 of the head's KV. E
 the last draft from true hidden states; the last pair's row gives the first draft token. Each further step reads the
 drafted token and the output vector of the module's last row; such rows are computed again later from true hidden
 states. A head without KV needs only the newest pair.
+
+In a chain (HeadSpec.chained) module i > 0 runs over the same pairs, on the outputs of module i - 1 and the tokens i
+positions further on. The newest pairs read drafted tokens there, and are computed again in the next draft.
 """
 
 from collections.abc import Sequence as Seq
