@@ -211,17 +211,15 @@ def _allocate_cache(
     UsageError for --kv-blocks below one sequence or beyond the memory."""
     free = model.backend.free_memory()
     device = model.backend.runs_on
+    total = (machine.memory().allowed if device == "cpu" else 0) or free  # bytes, free or not, where that is known
     planned = sum(size for other, size in PLANNED.values() if other == device) + tower_bytes
     budget = int(max(free - planned, 0) * MEMORY_SHARE[device])
     if config.gpu_memory_utilization is not None:
-        total = _total_memory(device) or free
         budget = max(int(total * config.gpu_memory_utilization) - (total - free) - planned, 0)
     budget = budget if max_bytes is None else min(budget, max_bytes)
-    states = _state_cache(model, config, budget, drafts=drafts)
-    specs = [spec for network in networks for spec in network.kv_specs]
-    backend = model.backend
-    per_token = sum(backend.kv_bytes(spec) for spec in specs)
-    per_token += sum(backend.hidden_bytes(stored_width(network)) for network in networks)
+    states, state_bytes = _state_cache(model, config, budget, drafts=drafts)
+    per_token = sum(model.backend.kv_bytes(spec) for network in networks for spec in network.kv_specs)
+    per_token += sum(model.backend.hidden_bytes(stored_width(network)) for network in networks)
     block_bytes = max(per_token * config.block_size, 1)  # recurrent layers alone need no blocks
     blocks_per_sequence = -(-max_length // config.block_size)
     affordable = (budget // 2 if states else budget) // block_bytes
@@ -233,15 +231,15 @@ def _allocate_cache(
             f"{num_blocks} of {config.block_size} tokens hold less than one sequence of {max_length}",
             f"give at least {blocks_per_sequence} blocks, or a shorter context",
         )
-    wanted, available = num_blocks * (block_bytes + BLOCK_RECORD), _total_memory(device) or free
-    if wanted > available and config.kv_blocks:
+    wanted = num_blocks * (block_bytes + BLOCK_RECORD)
+    if wanted > total and config.kv_blocks:
         raise ParameterError(
             "--kv-blocks",
-            f"{num_blocks} take {wanted / 1e9:.1f} GB, but there are {available / 1e9:.1f} GB",
+            f"{num_blocks} take {wanted / 1e9:.1f} GB, but there are {total / 1e9:.1f} GB",
             f"{max(budget // block_bytes, 1)} blocks take {MEMORY_SHARE[device]:.0%} of what is free: the default",
         )
     memory = KVCacheManager(num_blocks, config.block_size, prefix_caching=config.enable_prefix_caching, states=states)
-    PLANNED[memory] = device, num_blocks * block_bytes + _state_bytes(model, states) + tower_bytes
+    PLANNED[memory] = device, num_blocks * block_bytes + state_bytes + tower_bytes
     return memory
 
 
@@ -250,33 +248,23 @@ def pool_bytes(engine: Engine) -> int:
     return PLANNED[engine.memory][1]
 
 
-def _total_memory(device: str) -> int | None:
-    """Bytes of memory, free or not; None if unknown."""
-    return (machine.memory().allowed or None) if device == "cpu" else None
-
-
-def _state_cache(model: Model, config: EngineConfig, budget: int, *, drafts: bool) -> StateCacheManager | None:
-    """Slots of recurrent state; None for models without recurrent layers. budget: bytes. A quarter of it is for the
-    states of up to max_num_seqs sequences (at least one), another quarter for snapshots."""
+def _state_cache(
+    model: Model, config: EngineConfig, budget: int, *, drafts: bool
+) -> tuple[StateCacheManager | None, int]:
+    """Slots of recurrent state, and the bytes of all slots; (None, 0) for models without recurrent layers. budget:
+    bytes. A quarter of it is for the states of up to max_num_seqs sequences (at least one), another quarter for
+    snapshots."""
     specs, num_kept = model.decoder.state_specs, MAX_DEPTH if drafts else 0
     if not specs:
-        return None
+        return None, 0
     running_bytes, snapshot_bytes = (
         sum(model.backend.state_bytes(spec, rows) for spec in specs) for rows in (num_kept, 0)
     )
     running_bytes += _head_state_bytes(model)
     num_running = max(1, min(config.max_num_seqs, budget // 4 // running_bytes))
     num_snapshots = min(MAX_SNAPSHOTS, budget // 4 // snapshot_bytes) if config.enable_prefix_caching else 0
-    return StateCacheManager(num_running, num_snapshots, num_kept, block_size=config.block_size)
-
-
-def _state_bytes(model: Model, states: StateCacheManager | None) -> int:
-    if states is None:
-        return 0
-    backend, specs = model.backend, model.decoder.state_specs
-    num_kept = sum(backend.state_bytes(spec, states.num_kept) - backend.state_bytes(spec) for spec in specs)
-    per_sequence = num_kept + _head_state_bytes(model)
-    return states.num_slots * sum(map(backend.state_bytes, specs)) + states.num_running * per_sequence
+    states = StateCacheManager(num_running, num_snapshots, num_kept, block_size=config.block_size)
+    return states, num_running * running_bytes + num_snapshots * snapshot_bytes
 
 
 def _head_state_bytes(model: Model) -> int:

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import replace
 from itertools import count
+from typing import Any
 
 from headstart.cache.kv_cache import KVCacheManager
 from headstart.config import EngineConfig
@@ -14,7 +15,6 @@ from headstart.core import (
     DraftStats,
     FinishReason,
     Request,
-    Sampled,
     Sequence,
     Span,
     VerifyResult,
@@ -138,9 +138,7 @@ class Engine:
     def reset_stats(self) -> None:
         """Sets all counters to zero."""
         self.stats = self._new_stats()
-        self.ordinary_stats = (
-            self._new_stats()
-        )  # of ordinary sequences (Sequence.is_ordinary) at the engine's own depth
+        self.ordinary_stats = self._new_stats()  # of sequences with is_ordinary, at the engine's own depth
         scheduler = self.scheduler
         scheduler.prefix_queries = scheduler.prefix_hits = scheduler.num_preemptions = 0
         self.seconds = {"verify": 0.0, "draft": 0.0, "host": 0.0}  # trunk passes, drafts, the rest of steps
@@ -166,7 +164,9 @@ class Engine:
         computed_s = time.perf_counter()
         results = self._verify(spans, forward, pass_samples)
         self.runner.keep_leaves(spans, results)
-        deltas = [delta for delta in self._commit(spans, results, forward) if delta]
+        pairs = enumerate(zip(spans, results, strict=True))
+        commits = [self._commit(span, result, forward, index) for index, (span, result) in pairs]
+        deltas = [delta for delta in commits if delta]
         committed_s = time.perf_counter()
         deliver(deltas)
         delivered_s = time.perf_counter()
@@ -180,51 +180,34 @@ class Engine:
         self.head_health.after_step(self.ordinary_stats)
 
     def _verify(self, spans: Seq[Span], forward: ForwardOutput, pass_samples: PassSamples) -> list[VerifyResult]:
-        sampled, starts = pass_samples.wait(), pass_samples.starts
-        if sampled.probs is None and self.synthetic is None:
-            tokens = sampled.tokens.tolist()
-            return [self._verify_exact(*each, tokens, sampled) for each in zip(spans, starts, strict=False)]
-        places = enumerate(zip(spans, starts, strict=False))
-        return [self._verify_inexact(span, start, sampled, forward, index) for index, (span, start) in places]
+        """Verifies each span's draft with the sampled rows of the span: `num_sample` rows from starts[i] on."""
+        sampled, results = pass_samples.wait(), list[VerifyResult]()
+        tokens, is_exact = sampled.tokens.tolist(), sampled.probs is None and self.synthetic is None
+        for index, (span, start) in enumerate(zip(spans, pass_samples.starts, strict=False)):
+            draft, rows = span.sequence.draft, slice(start, start + span.num_sample)
+            if not span.num_sample:
+                results.append(VerifyResult((), 0, 0))
+            elif is_exact:
+                result = verify_leaves(draft, tokens[rows], sampled.logprobs[rows])
+                results.append(_until_failure(result, draft, start, sampled.failures))
+            else:
+                probs = None if sampled.probs is None else sampled.probs[rows]
+                result = _until_failure(self._verify_inexact(span, tokens[rows], probs), draft, start, sampled.failures)
+                # committed tokens may differ from the sampled ones, whose logprobs are known
+                results.append(replace(result, logprobs=self.runner.logprobs(span, forward, index, result.tokens)))
+        return results
 
-    def _verify_exact(self, span: Span, start: int, tokens: list[int], sampled: Sampled) -> VerifyResult:
-        """Verifies the span's draft with sampled rows start .. start + num_sample - 1."""
-        rows = slice(start, start + span.num_sample)
-        if not span.num_sample:
-            return VerifyResult((), 0, 0)
-        draft = span.sequence.draft
-        if draft.leaves:
-            result = verify_leaves(draft, tokens[rows], sampled.logprobs[rows])
-            start += 0 if result.leaf is None else len(draft.tokens) + 1 + result.leaf - result.num_accepted
-        else:
-            result = verify_exact(draft.tokens, tokens[rows], sampled.logprobs[rows])
-        return _until_failure(result, start, sampled.failures)
-
-    def _verify_inexact(
-        self, span: Span, start: int, sampled: Sampled, forward: ForwardOutput, index: int
-    ) -> VerifyResult:
-        """Like `_verify_exact`, for rule `rejection` and synthetic acceptance. Committed tokens may differ from the
-        sampled ones, so their logprobs are computed here."""
-        sequence, rows = span.sequence, slice(start, start + span.num_sample)
-        if not span.num_sample:
-            return VerifyResult((), 0, 0)
-        draft, place = sequence.draft, (sequence.request.seed, sequence.choice, len(sequence.tokens))
+    def _verify_inexact(self, span: Span, tokens: list[int], probs: Any) -> VerifyResult:
+        """Verifies a draft under rule `rejection` (probs [num_sample, V]) or with synthetic acceptance."""
+        sequence, draft = span.sequence, span.sequence.draft
+        place = sequence.request.seed, sequence.choice, len(sequence.tokens)
         if self.synthetic is None:
-            result = verify_rejection(draft, sampled.probs[rows], *place)
-        elif draft.method == FORCED:
-            result = verify_exact(draft.tokens, sampled.tokens[rows].tolist())
-        else:
-            result = self.synthetic.verify(draft.tokens, sampled.tokens[rows].tolist(), *place)
-        result = _until_failure(result, start, sampled.failures)
-        return replace(result, logprobs=self.runner.logprobs(span, forward, index, result.tokens))
+            return verify_rejection(draft, probs, *place)
+        if draft.method == FORCED:
+            return verify_exact(draft.tokens, tokens)
+        return self.synthetic.verify(draft.tokens, tokens, *place)
 
-    def _commit(self, spans: Seq[Span], results: Seq[VerifyResult], forward: ForwardOutput) -> list[Delta | None]:
-        return [
-            self._commit_one(span, result, forward, index)
-            for index, (span, result) in enumerate(zip(spans, results, strict=True))
-        ]
-
-    def _commit_one(self, span: Span, result: VerifyResult, forward: ForwardOutput, index: int) -> Delta | None:
+    def _commit(self, span: Span, result: VerifyResult, forward: ForwardOutput, index: int) -> Delta | None:
         """Appends the tokens of a result up to the end of the text, publishes full blocks; returns what to deliver."""
         sequence = span.sequence
         prompt_logprobs = self.runner.prompt_logprobs(span, forward, index)
@@ -257,11 +240,8 @@ class Engine:
 
     def _append(self, sequence: Sequence, result: VerifyResult) -> int:
         """Appends tokens until the text ends or fails; returns the number of tokens taken."""
-        stop_ids, tokens_left, constraint = (
-            sequence.request.stop_ids,
-            self.drafting.tokens_left(sequence),
-            sequence.constraint,
-        )
+        stop_ids, constraint = sequence.request.stop_ids, sequence.constraint
+        tokens_left = self.drafting.tokens_left(sequence)
         for num_taken, token in enumerate(result.tokens, 1):
             if constraint is not None and not constraint.advance(token):
                 _fail(sequence, f"the grammar refuses token {token}")
@@ -287,13 +267,13 @@ class Engine:
             del self._live[sequence.request.request_id]
 
 
-def _until_failure(result: VerifyResult, start: int, failures: Mapping[int, str]) -> VerifyResult:
+def _until_failure(result: VerifyResult, draft: Draft, start: int, failures: Mapping[int, str]) -> VerifyResult:
     """Replaces the token -1 of a failed row by the result's error. start: the span's first sampled row. Failures of
     rows after a rejected token are ignored: plain decoding has no such rows."""
     if not result.tokens or result.tokens[-1] >= 0:
         return result
-    error = failures[start + result.num_accepted]
-    return replace(result, tokens=result.tokens[:-1], logprobs=result.logprobs[:-1], error=error)
+    row = result.num_accepted if result.leaf is None else len(draft.tokens) + 1 + result.leaf
+    return replace(result, tokens=result.tokens[:-1], logprobs=result.logprobs[:-1], error=failures[start + row])
 
 
 def _fail(sequence: Sequence, reason: str) -> None:

@@ -33,6 +33,8 @@ def verify_leaves(draft: Draft, targets: Seq[int], logprobs: Seq[TokenLogprob | 
     """As `verify_exact`; a leaf that equals the token in the chain's place is accepted, and the target's token after it
     is added. targets: [1 + draft.num_rows], in the order of `Draft.prefixes`."""
     result, first = verify_exact(draft.tokens, targets, logprobs), len(draft.tokens) + 1
+    if not draft.leaves:
+        return result
     place, token = result.num_accepted, result.tokens[-1]
     for index, leaf in enumerate(draft.leaves):
         if leaf.place == place and leaf.token == token:

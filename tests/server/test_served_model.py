@@ -108,19 +108,19 @@ def test_an_engine_that_hangs_in_a_step_is_a_fault(monkeypatch: pytest.MonkeyPat
 def test_who_had_just_finished_in_a_failing_step_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     async def check(served: ServedModel) -> None:
         engine = served.llm.engine
-        commit_one = engine._commit_one
+        commit = engine._commit
 
         def broken(span: Any, *rest: Any) -> Any:
             if span.sequence.request.seed == 2 and span.sequence.num_output > 3:
                 raise MemoryError
-            return commit_one(span, *rest)
+            return commit(span, *rest)
 
-        monkeypatch.setattr(engine, "_commit_one", broken)
+        monkeypatch.setattr(engine, "_commit", broken)
         streams = [await served.open([request(served, seed, tokens)]) for seed, tokens in ((1, 8), (2, 40))]
         done = await asyncio.gather(*map(tokens_of, streams), return_exceptions=True)
         assert isinstance(done[1], GenerationError)
         assert isinstance(done[0], GenerationError) or len(done[0]) == 8
-        monkeypatch.setattr(engine, "_commit_one", commit_one)
+        monkeypatch.setattr(engine, "_commit", commit)
         assert len(await tokens_of(await served.open([request(served, 1)]))) == 20
 
     with_served(check)
