@@ -5,11 +5,14 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
+from typing import TypeVar
 
 from headstart.errors import BusyError, CapacityError
+
+T = TypeVar("T")
 
 
 class ChildProcess:
@@ -45,10 +48,12 @@ class ChildProcess:
 
 
 class ChildQueue:
-    """Gives one caller at a time the use of a child process."""
+    """A child process that one caller at a time uses. It starts with the first request."""
 
-    def __init__(self, max_waiting: int, waiting: str) -> None:
-        """waiting: for the error above `max_waiting` callers, as in "constraints wait to be compiled"."""
+    def __init__(self, module: str, task: str, max_waiting: int, waiting: str) -> None:
+        """module, task: see ChildProcess. waiting: for the error above `max_waiting` callers, as in "constraints wait
+        to be compiled"."""
+        self._module, self._task = module, task
         self._max_waiting, self._waiting = max_waiting, waiting
         self._busy, self._count = threading.Lock(), threading.Lock()
         self._num_waiting = 0
@@ -68,10 +73,27 @@ class ChildQueue:
             with self._count:
                 self._num_waiting -= 1
 
-    @property
-    def _is_running(self) -> bool:
-        """True if this process, and not one that it was forked from, has started the child."""
-        return self._process is not None and self._process.owner == os.getpid()
+    def _ask(self, request: object, read_reply: Callable[[ChildProcess], T]) -> T:
+        """Sends a request; returns the result of `read_reply`, which reads the child's reply. A child that has ended is
+        started again once. Raises CapacityError if it ends again."""
+        for _ in range(2):
+            if self._process is None or self._process.owner != os.getpid():  # a fork starts a child of its own
+                self._process = ChildProcess(self._module, self._task)
+                with suppress(OSError):  # it has ended: the next line notices
+                    self._prepare(self._process)
+            process = self._process
+            with suppress(EOFError, OSError):
+                process.requests.send(request)
+                return read_reply(process)
+            self._process = None
+            self._check_exit(process.end())
+        raise CapacityError(f"the process that {self._task} ends at once", "check this machine's limits")
+
+    def _prepare(self, process: ChildProcess) -> None:
+        """Sends a new child the data that all requests share."""
+
+    def _check_exit(self, code: int) -> None:
+        """Raises an error if the exit code of an ended child means that the request exceeds a limit."""
 
 
 def child_pipes() -> tuple[Connection, Connection]:

@@ -9,11 +9,10 @@ import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from headstart import system
-from headstart.errors import CapacityError, UsageError
+from headstart.errors import UsageError
 from headstart.text._child import ChildProcess, ChildQueue
 from headstart.text.grammar_limits import GrammarLimits
 from headstart.text.grammar_spec import GrammarSpec
@@ -33,7 +32,7 @@ class CompileSandbox(ChildQueue):
     """Compiles constraints over one vocabulary in a process with limits, one at a time."""
 
     def __init__(self, table: Callable[[], TokenTable], vocab_size: int, limits: GrammarLimits) -> None:
-        super().__init__(limits.waiting, "constraints wait to be compiled")
+        super().__init__(_MODULE, "compiles constraints", limits.waiting, "constraints wait to be compiled")
         self._table, self._vocab_size, self._limits = table, vocab_size, limits
 
     def run(self, spec: GrammarSpec) -> int:
@@ -42,19 +41,15 @@ class CompileSandbox(ChildQueue):
         if not system.CAN_FORK:
             what = f"the {spec.kind} constraint may be too complex, and this system cannot limit its compilation"
             raise UsageError(what, "make it simpler")
-        for _ in range(2):  # if the process has ended, start it again once
-            if self._process is None or not self._is_running:
-                self._process = ChildProcess(_MODULE, "compiles constraints")
-                with suppress(OSError):  # it has ended: the next line notices
-                    self._process.requests.send((self._table(), self._vocab_size, self._limits))
-            with suppress(EOFError, OSError):
-                self._process.requests.send([spec.kind, spec.key])
-                return _read_reply(spec, json.loads(self._process.replies.recv_bytes()), self._limits)
-            self._process = None
-        raise CapacityError("the process that compiles constraints ends at once", "check this machine's limits")
+        return self._ask([spec.kind, spec.key], lambda process: _read_reply(spec, process, self._limits))
+
+    def _prepare(self, process: ChildProcess) -> None:
+        process.requests.send((self._table(), self._vocab_size, self._limits))
 
 
-def _read_reply(spec: GrammarSpec, reply: dict[str, Any], limits: GrammarLimits) -> int:
+def _read_reply(spec: GrammarSpec, process: ChildProcess, limits: GrammarLimits) -> int:
+    """Bytes of the compiled constraint. Raises UsageError for one that is invalid or beyond the limits."""
+    reply = json.loads(process.replies.recv_bytes())
     if message := reply.get("message"):
         raise UsageError(message, reply["hint"])
     if (number := reply.get("signal")) is not None:

@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart import system
-from headstart.errors import CapacityError, UsageError
+from headstart.errors import UsageError
 from headstart.files import read_regular, user_path
 from headstart.text._child import ChildProcess, ChildQueue
 from headstart.text._image_process import CHUNK, SIGNALLED, ImageLimits, to_rgb
@@ -119,26 +118,17 @@ class _Decoder(ChildQueue):
     """Decodes images in a process with limits, one at a time."""
 
     def __init__(self, limits: ImageLimits = LIMITS) -> None:
-        super().__init__(limits.waiting, "images wait to be decoded")
+        super().__init__(_MODULE, "decodes images", limits.waiting, "images wait to be decoded")
         self._limits = limits
 
     def decode(self, data: bytes) -> NDArray[np.uint8]:
         """Pixels [height, width, 3]."""
         with self.reserve():
-            return self._ask(data)
+            return self._ask((data, self._limits), self._pixels)
 
-    def _ask(self, data: bytes) -> NDArray[np.uint8]:
-        for _ in range(2):  # the process may have ended since the last image: start it again once
-            if self._process is None or not self._is_running:
-                self._process = ChildProcess(_MODULE, "decodes images")
-            process = self._process
-            with suppress(EOFError, OSError):
-                process.requests.send((data, self._limits))
-                return self._pixels(process)
-            self._process, code = None, process.end()
-            if code > SIGNALLED:
-                raise self._limit_error(code - SIGNALLED)
-        raise CapacityError("the process that decodes images ends at once", "check this machine's limits")
+    def _check_exit(self, code: int) -> None:
+        if code > SIGNALLED:
+            raise self._limit_error(code - SIGNALLED)
 
     def _pixels(self, process: ChildProcess) -> NDArray[np.uint8]:
         """The reply. Raises EOFError or OSError if the process ends before it is complete."""
