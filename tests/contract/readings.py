@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from block_drafts import rotate_pairs, sinkhorn
 from tiny_models import tiny_tokenizer
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu, softplus
@@ -297,23 +298,14 @@ class DeepseekV41(nn.Module):
                     zip(mixes.split((n, n, n * n), -1), base.split((n, n, n * n)), strict=True)
                 )
             )
-            square = square.unflatten(-1, (n, n)).softmax(-1) + eps
-            square = square / (square.sum(-2, keepdim=True) + eps)
-            for _ in range(self.config["hc_sinkhorn_iters"] - 1):
-                square = square / (square.sum(-1, keepdim=True) + eps)
-                square = square / (square.sum(-2, keepdim=True) + eps)
+            square = sinkhorn(square, self.config["hc_sinkhorn_iters"], eps)
             y = part(rms((weights[..., None] * x).sum(1), self.arrays[f"{at}.{kind}_norm.weight"], self.eps))
             x = 2 * post.sigmoid()[..., None] * y[:, None] + torch.einsum("tjk,tjh->tkh", square, x)
             weights = pre.sigmoid() + eps
         return x, weights
 
     def rope(self, x: Tensor, positions: Tensor, theta: float, inverse: bool = False) -> Tensor:
-        """[T, heads, D]: rotates pairs of neighbours among the last features."""
-        width = self.config["qk_rope_head_dim"]
-        angles = positions.double()[:, None, None] * theta ** (-torch.arange(0, width, 2).double() / width)
-        turn = torch.polar(torch.ones_like(angles), -angles if inverse else angles)
-        pairs = torch.view_as_complex(x[..., -width:].double().unflatten(-1, (-1, 2)).contiguous())
-        return torch.cat((x[..., :-width], torch.view_as_real(pairs * turn).flatten(-2).to(x.dtype)), -1)
+        return rotate_pairs(x, positions, theta, self.config["qk_rope_head_dim"], inverse=inverse)
 
     def attention(self, layer: int, x: Tensor, shared: dict[str, Any]) -> Tensor:
         at, every, rows = f"layers.{layer}.attn", self.config["compress_ratios"][layer], torch.arange(len(x))

@@ -8,18 +8,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from block_drafts import assert_drafts, rotate_pairs
 from oracles import build_oracle, config_and_tensors
 from readings import mixture
-from support import family_of, make, model_at, new_folder, new_sequence, prompt_of, run, varied_requests
+from support import family_of, make, model_at, new_folder, prompt_of, run, varied_requests
 from tiny_models import write_model
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from headstart.drafters.base import DraftRequest
-from headstart.drafters.block import BLOCK
 from headstart.engine.load import Model
 from headstart.errors import ModelError
 from headstart.formats.safetensors import save
@@ -103,10 +101,7 @@ class Drafter:
         )
 
     def rope(self, x: Tensor, positions: Tensor) -> Tensor:
-        """[R, heads, ROTARY]: rotates pairs of neighbours."""
-        angles = positions.double()[:, None, None] * 50000.0 ** (-torch.arange(0, ROTARY, 2).double() / ROTARY)
-        pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
-        return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
+        return rotate_pairs(x, positions, 50000.0, ROTARY)
 
     def keys(self, at: str, x: Tensor, positions: Tensor) -> Tensor:
         """[R, H] -> [R, LATENT + ROTARY]."""
@@ -171,10 +166,6 @@ def taps_of(model: Model, tokens: list[int], *, sums: bool) -> tuple[Drafter, Te
     return drafter, torch.cat([found[each] for each in TARGETS], -1).double()
 
 
-TOLERANCE = {"reference": 1e-4, "native": 1e-3}
-"""Of logits."""
-
-
 @pytest.mark.parametrize(("backend", "dtype"), [("reference", "float64"), ("native", "float32")])
 @pytest.mark.parametrize(("length", "sums"), [(1, True), (7, True), (40, True), (40, False)])
 def test_what_it_drafts_is_what_public_code_says(backend: str, dtype: str, length: int, sums: bool) -> None:
@@ -184,19 +175,7 @@ def test_what_it_drafts_is_what_public_code_says(backend: str, dtype: str, lengt
     if not sums:
         model = replace(model, head=replace(model.head, spec=replace(model.head.spec, tap=tuple(model.head.spec.tap))))
     oracle, taps = taps_of(model, tokens, sums=sums)
-    expected, _ = oracle(taps[:-1], tokens[-1])
-    engine = make(model, backend=backend, dtype=dtype, depth=BLOCK_SIZE, drafter="block", block_size=16)
-    drafter, sequence = engine.drafting.drafter, new_sequence(engine, tokens, computed=length)
-    wanted = DraftRequest(sequence, BLOCK_SIZE, None)
-    drafter._catch_up([sequence])
-    output = engine.runner.run(drafter._network, BLOCK, [drafter._rows(wanted)])
-    logits = torch.as_tensor(np.asarray(engine.runner.backend.numpy(output["logits"]))).double()
-    torch.testing.assert_close(logits, expected, atol=TOLERANCE[backend], rtol=0)
-    assert expected.std() > 0.5
-    drafter.propose([wanted])
-    drafted, confidences = oracle.draft(taps[:-1], tokens[-1])
-    assert sequence.draft.tokens == drafted
-    np.testing.assert_allclose(sequence.draft.scores, confidences, atol=TOLERANCE[backend])
+    assert_drafts(model, oracle, taps, tokens, backend=backend, dtype=dtype)
 
 
 @pytest.mark.parametrize(("backend", "dtype"), [("reference", "float64"), ("native", "float32")])

@@ -12,15 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from block_drafts import assert_drafts, rotate_pairs, sinkhorn
 from oracles import build_oracle, config_and_tensors
 from readings import DeepseekV41
-from support import EOS, family_of, make, model_at, new_folder, new_sequence, prompt_of, request, run, varied_requests
+from support import EOS, family_of, make, model_at, new_folder, prompt_of, request, run, varied_requests
 from tiny_models import write_model
 from torch import Tensor
 from torch.nn.functional import linear, softplus
 
-from headstart.drafters.base import DraftRequest
-from headstart.drafters.block import BLOCK
 from headstart.engine.load import Model
 from headstart.errors import ModelError
 from headstart.heads.kind import head_kind
@@ -81,14 +80,9 @@ class Drafter:
         normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
         return normed if weight is None else normed * weight
 
-    def rope(self, x: Tensor, positions: Tensor, inverse: bool = False) -> Tensor:
-        """[R, heads, D]: rotates pairs of neighbours among the last features."""
+    def rope(self, x: Tensor, positions: Tensor, *, inverse: bool = False) -> Tensor:
         width = self.config["qk_rope_head_dim"]
-        freqs = self.config["rope_theta"] ** (-torch.arange(0, width, 2).double() / width)
-        angles = positions.double()[:, None, None] * freqs
-        turn = torch.polar(torch.ones_like(angles), -angles if inverse else angles)
-        pairs = torch.view_as_complex(x[..., -width:].unflatten(-1, (-1, 2)).contiguous())
-        return torch.cat((x[..., :-width], torch.view_as_real(pairs * turn).flatten(-2)), -1)
+        return rotate_pairs(x, positions, self.config["rope_theta"], width, inverse=inverse)
 
     def keys(self, stage: int, x: Tensor, positions: Tensor) -> Tensor:
         """[R, H] -> [R, D], keys and values of all heads."""
@@ -136,11 +130,7 @@ class Drafter:
         scale, base = self.at(stage, f"{name}_scale"), self.at(stage, f"{name}_base")
         pre = (mixes[:, :n] * scale[0] + base[:n]).sigmoid() + eps
         post = 2 * (mixes[:, n : 2 * n] * scale[1] + base[n : 2 * n]).sigmoid()
-        square = (mixes[:, 2 * n :] * scale[2] + base[2 * n :]).unflatten(-1, (n, n)).softmax(-1) + eps
-        square = square / (square.sum(-2, keepdim=True) + eps)
-        for _ in range(self.config["hc_sinkhorn_iters"] - 1):
-            square = square / (square.sum(-1, keepdim=True) + eps)
-            square = square / (square.sum(-2, keepdim=True) + eps)
+        square = sinkhorn(mixes[:, 2 * n :] * scale[2] + base[2 * n :], self.config["hc_sinkhorn_iters"], eps)
         y = part((pre[..., None] * x).sum(1))
         return post[..., None] * y[:, None] + torch.einsum("rjk,rjh->rkh", square, x)
 
@@ -210,10 +200,6 @@ def taps_of(model: Model, tokens: list[int]) -> tuple[Drafter, Tensor]:
     return drafter, torch.cat([found[each].reshape(len(tokens), -1, 48).mean(1) for each in TARGETS], -1).double()
 
 
-TOLERANCE = {"reference": 1e-4, "native": 1e-3}
-"""Of logits."""
-
-
 @pytest.mark.parametrize("family", KEYS)
 @pytest.mark.parametrize(("backend", "dtype"), [("reference", "float64"), ("native", "float32")])
 @pytest.mark.parametrize(("length", "window"), [(1, 64), (7, 64), (40, 64), (11, 11), (12, 11), (40, 11), (40, 2)])
@@ -224,27 +210,7 @@ def test_what_it_drafts_is_what_public_code_says(
     path, tokens = written(family, sliding_window=window), [1, *prompt_of(length, 5)]
     model = model_at(path, backend, dtype, **exact)
     oracle, taps = taps_of(model, tokens)
-    expected, _ = oracle(taps[:-1], tokens[-1])
-    how: dict[str, Any] = {
-        "backend": backend,
-        "dtype": dtype,
-        "depth": BLOCK_SIZE,
-        "drafter": "block",
-        "block_size": 16,
-    }
-    engine = make(unrounded(model), **how)
-    drafter, sequence = engine.drafting.drafter, new_sequence(engine, tokens, computed=length)
-    wanted = DraftRequest(sequence, BLOCK_SIZE, None)
-    drafter._catch_up([sequence])
-    output = engine.runner.run(drafter._network, BLOCK, [drafter._rows(wanted)])
-    logits = torch.as_tensor(np.asarray(engine.runner.backend.numpy(output["logits"]))).double()
-    tolerance = TOLERANCE[backend]
-    torch.testing.assert_close(logits, expected, atol=tolerance, rtol=0)
-    assert expected.std() > 0.5
-    drafter.propose([wanted])
-    drafted, confidences = oracle.draft(taps[:-1], tokens[-1])
-    assert sequence.draft.tokens == drafted
-    np.testing.assert_allclose(sequence.draft.scores, confidences, atol=tolerance)
+    assert_drafts(unrounded(model), oracle, taps, tokens, backend=backend, dtype=dtype)
 
 
 # The text, in all the ways that an engine may run.
