@@ -24,7 +24,7 @@ class KVCacheManager:
         self.pool, self.block_size, self.prefix_caching = BlockPool(num_blocks), block_size, prefix_caching
         self.states = states
         self.spill: KVSpill | None = None  # blocks in files
-        self.reaches: dict[int, int] = {}  # network -> number of earlier positions that a row attends to; 0: all
+        self.receptive_fields: dict[int, int] = {}  # network -> number of earlier positions that a row reads; 0: all
         self._keys: dict[Sequence, list[bytes]] = {}  # keys of the published blocks of each live sequence
 
     @property
@@ -65,11 +65,11 @@ class KVCacheManager:
             for network, count in block.filled.items():
                 if filled[network] == start:  # no gap so far
                     filled[network] += count
-                elif self.reaches.get(network):
+                elif self.receptive_fields.get(network):
                     end = begins[network][1] if network in begins else filled[network]
                     begins[network], filled[network] = (start, end), start + count
         for network, (begin, end) in begins.items():
-            if begin > len(sequence.tokens) - self.reaches[network]:
+            if begin > len(sequence.tokens) - self.receptive_fields[network]:
                 filled[network] = end
 
     def _cached_blocks(self, sequence: Sequence) -> list[tuple[bytes, Block]]:

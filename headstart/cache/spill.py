@@ -32,9 +32,9 @@ class BlockTransfer:
     index: int  # block or state slot
     block: Block | None = None
     when_ns: int = 0  # time of last use, stored with the file (time.time_ns)
-    known: bool = False  # was stored before
-    cold: bool = False  # was on disk, and is being read ahead
-    tier: Tier | None = None  # where it was read from; None: missing
+    known: bool = False  # the store had the file before
+    cold: bool = False  # the file was on disk, and is being read ahead
+    tier: Tier | None = None  # tier from which the file was read; None: it is missing
 
 
 @dataclass(eq=False)
@@ -48,12 +48,12 @@ class PrefixLoad:
     items: list[tuple[int, BlockTransfer]]  # (index in `blocks`, transfer)
     todo: deque[BlockTransfer] = field(default_factory=deque)  # transfers not started
     running: int = 0  # number of workers
-    begun: float = field(default_factory=time.monotonic)
+    started_s: float = field(default_factory=time.monotonic)
     state: int | None = None  # slot held for the recurrent state
 
     @property
     def is_overdue(self) -> bool:
-        return time.monotonic() - self.begun > MAX_LOAD_S
+        return time.monotonic() - self.started_s > MAX_LOAD_S
 
     @property
     def first(self) -> bytes | None:
@@ -63,12 +63,12 @@ class PrefixLoad:
 
 log = logging.getLogger("headstart.cache")
 
-TOUCH_EVERY = 60.0
+TOUCH_INTERVAL_S = 60.0
 """Seconds after which a reused block is marked as used in the store, or saved again if it was removed there."""
-LOADERS = 4  # maximum number of reading threads: checking a file takes longer than reading it from memory
-AHEAD = 16  # number of files of a load that are read ahead
-PATIENCE = 0.2  # seconds that the engine waits for running reads when it needs their blocks
-STATES_BACK = 64  # number of last blocks of a prefix that are searched for a recurrent state
+MAX_LOADERS = 4  # maximum number of reading threads: checking a file takes longer than reading it from memory
+READ_AHEAD_FILES = 16  # number of files of a load that are read ahead
+CANCEL_WAIT_S = 0.2  # seconds that the engine waits for running reads when it needs their blocks
+STATE_SEARCH_BLOCKS = 64  # number of last blocks of a prefix that are searched for a recurrent state
 
 
 class KVSpill:
@@ -82,15 +82,15 @@ class KVSpill:
         self._pool, self._states, self._parts, self._block_size = pool, states, dict(parts), block_size
         self._guard = threading.Lock()  # protects the queues that workers take from
         self._to_save: deque[BlockTransfer] = deque()
-        self._saved: deque[BlockTransfer] = deque()
-        self._loaded: deque[PrefixLoad] = deque()
-        self._came = threading.Event()  # set when a worker has finished
-        self._loads: list[PrefixLoad] = []
-        self._ready: list[Sequence] = []
-        self._led: set[Sequence] = set()  # sequences that started a load
-        self._held: dict[Sequence, PrefixLoad] = {}  # loaded, but not yet attached
+        self._saved: deque[BlockTransfer] = deque()  # results of the saving thread
+        self._loaded: deque[PrefixLoad] = deque()  # results of the reading threads
+        self._reader_ended = threading.Event()  # set when a reading thread has ended
+        self._loads: list[PrefixLoad] = []  # running loads
+        self._ready: list[Sequence] = []  # sequences that no longer wait for a load
+        self._load_starters: set[Sequence] = set()  # waiting sequences that have started a load
+        self._unattached: dict[Sequence, PrefixLoad] = {}  # ended loads whose sequence is not admitted yet
         self._saver = ThreadPoolExecutor(1, "headstart-save")
-        self._loaders = ThreadPoolExecutor(min(LOADERS, os.cpu_count() or 1), "headstart-load")
+        self._loaders = ThreadPoolExecutor(min(MAX_LOADERS, os.cpu_count() or 1), "headstart-load")
 
     @property
     def names(self) -> dict[int, str]:
@@ -119,7 +119,7 @@ class KVSpill:
                 if number == STATE or (number != TRUNK and block.filled.get(number, 0) < self._block_size):
                     continue
                 before = block.stored_at.get(number)
-                if before is not None and now - before < TOUCH_EVERY:
+                if before is not None and now - before < TOUCH_INTERVAL_S:
                     continue
                 block.stored_at[number] = now
                 self._pool.share(block)
@@ -127,7 +127,7 @@ class KVSpill:
                 items.append(
                     BlockTransfer(number, part, key, block.index, block, now_ns - place * 1000, before is not None)
                 )
-        self._send(items)
+        self._queue_saves(items)
 
     def save_states(self, snapshots: Iterable[tuple[bytes, int]]) -> None:
         """Saves recurrent states: (key of the last block before the state, slot)."""
@@ -136,9 +136,10 @@ class KVSpill:
         for key, slot in snapshots:
             self._states.pin(slot)
             items.append(BlockTransfer(STATE, part, key, slot, None, time.time_ns()))
-        self._send(items)
+        self._queue_saves(items)
 
-    def _send(self, items: list[BlockTransfer]) -> None:
+    def _queue_saves(self, items: list[BlockTransfer]) -> None:
+        """Gives transfers to the saving thread."""
         if items:
             with self._guard:
                 self._to_save.extend(items)
@@ -170,7 +171,7 @@ class KVSpill:
 
     def fetch(self, sequence: Sequence, keys: Seq[bytes]) -> bool:
         """Starts to load the blocks of a prefix that are in the store but not in the pool; False if there are none."""
-        if sequence in self._led or any(load.is_overdue for load in self._loads):
+        if sequence in self._load_starters or any(load.is_overdue for load in self._loads):
             return False
         known = self._num_known(keys)
         for load in self._loads:
@@ -185,7 +186,9 @@ class KVSpill:
                 return False
         elif count == known:
             return False
-        self._begin(sequence, list(keys[:count]), min(known, count), wants_state=state is not None and not state[1])
+        self._start_load(
+            sequence, list(keys[:count]), min(known, count), wants_state=state is not None and not state[1]
+        )
         return True
 
     def _extent(self, keys: Seq[bytes], known: int) -> int:
@@ -209,11 +212,12 @@ class KVSpill:
         for n in range(count, 0, -1):
             if self._states.has(keys[n - 1]):
                 return n, True
-            if (n > count - STATES_BACK or n % every == 0) and self.store.has(name, keys[n - 1]):
+            if (n > count - STATE_SEARCH_BLOCKS or n % every == 0) and self.store.has(name, keys[n - 1]):
                 return n, False
         return 0, True
 
-    def _begin(self, sequence: Sequence, keys: list[bytes], known: int, *, wants_state: bool) -> None:
+    def _start_load(self, sequence: Sequence, keys: list[bytes], known: int, *, wants_state: bool) -> None:
+        """Starts the load of a prefix whose first `known` blocks are in the pool, as far as blocks are free."""
         pool, blocks = self._pool, list[Block]()
         for key in keys[:known]:
             block = pool.find(key)
@@ -233,8 +237,8 @@ class KVSpill:
                 load.items.append((len(keys) - 1, BlockTransfer(STATE, self._parts[STATE], keys[-1], load.state)))
         load.todo.extend(item for _, item in load.items)
         self._loads.append(load)
-        self._led.add(sequence)
-        load.running = min(LOADERS, len(load.items)) or 1
+        self._load_starters.add(sequence)
+        load.running = min(MAX_LOADERS, len(load.items)) or 1
         for _ in range(load.running):
             self._loaders.submit(self._load_all, load).add_done_callback(_log_error)
 
@@ -245,7 +249,7 @@ class KVSpill:
                     if not load.todo:
                         return
                     item = load.todo.popleft()
-                    ahead = load.todo[AHEAD] if len(load.todo) > AHEAD else None
+                    ahead = load.todo[READ_AHEAD_FILES] if len(load.todo) > READ_AHEAD_FILES else None
                 if ahead:
                     ahead.cold = self.store.read_ahead(ahead.part.name, ahead.key)
                 if not self._load(item) and item.number == TRUNK:
@@ -256,7 +260,7 @@ class KVSpill:
                 load.running -= 1
                 if not load.running:
                     self._loaded.append(load)
-            self._came.set()
+            self._reader_ended.set()
 
     def _load(self, item: BlockTransfer) -> bool:
         result = self.store.get(item.part.name, item.key, item.part.num_bytes, cold=item.cold)
@@ -268,13 +272,13 @@ class KVSpill:
 
     def collect(self) -> list[Sequence]:
         """Processes the workers' results; returns sequences that no longer wait."""
-        self._absorb()
+        self._process_results()
         for load in self._loads:
             if load.is_overdue and load.sequences:
                 log.warning("a prefix was not loaded within %.0f s and is computed instead", MAX_LOAD_S)
                 self._ready += load.sequences
                 load.sequences = []
-                self._give_up(load)
+                self._cancel(load)
         ready, self._ready = self._ready, []
         return ready
 
@@ -287,25 +291,27 @@ class KVSpill:
         blocks = {item.index: item.block for item in items if item.block}
         return sum(block.references == waiting[index] for index, block in blocks.items())
 
-    def _absorb(self) -> None:
-        self._came.clear()
+    def _process_results(self) -> None:
+        """Processes the results of all threads."""
+        self._reader_ended.clear()
         with self._guard:
             saved, self._saved = self._saved, deque()
         for item in saved:
-            self._unpin(item)
+            if item.block:
+                self._pool.release(item.block)
+            elif self._states:
+                self._states.unpin(item.index)
         while self._loaded:
-            self._settle(self._loaded.popleft())
+            self._end_load(self._loaded.popleft())
 
-    def _unpin(self, item: BlockTransfer) -> None:
-        if item.block:
-            self._pool.release(item.block)
-        elif self._states:
-            self._states.unpin(item.index)
-
-    def _settle(self, load: PrefixLoad) -> None:
+    def _end_load(self, load: PrefixLoad) -> None:
         """Publishes the loaded blocks before the first missing one; they stay held for the load's first sequence."""
         self._loads.remove(load)
-        num_usable, now = self._num_usable(load), time.monotonic()
+        missing = [place for place, item in load.items if item.number == TRUNK and item.tier is None]
+        num_usable, now = (
+            min(missing, default=len(load.blocks)),
+            time.monotonic(),
+        )  # blocks before the first missing one
         for place, item in load.items:
             if item.number == STATE or item.tier is None or place >= num_usable:
                 continue
@@ -324,59 +330,55 @@ class KVSpill:
             if not self._states.loaded(load.state, load.keys[-1] if is_complete else None):
                 load.state = None
         self._ready += load.sequences
-        if load.sequences and load.sequences[0] in self._led:
-            self._held[load.sequences[0]] = load
+        if load.sequences and load.sequences[0] in self._load_starters:
+            self._unattached[load.sequences[0]] = load
         else:
-            self._free(load)
-
-    def _num_usable(self, load: PrefixLoad) -> int:
-        """Number of blocks before the first one whose trunk KV is missing."""
-        missing = [place for place, item in load.items if item.number == TRUNK and item.tier is None]
-        return min(missing, default=len(load.blocks))
+            self._release(load)
 
     def attached(self, sequence: Sequence) -> None:
         """Frees the hold on loaded blocks, which the admitted sequence now references."""
-        self._led.discard(sequence)
-        if load := self._held.pop(sequence, None):
+        self._load_starters.discard(sequence)
+        if load := self._unattached.pop(sequence, None):
             for place, item in load.items:
                 if item.number == TRUNK and item.tier is not None and place < len(load.blocks):
                     self.hits[item.tier] += self._block_size
-            self._free(load)
+            self._release(load)
 
     def drop(self, sequence: Sequence) -> None:
         """Removes a sequence that will not be admitted from its load."""
-        self._led.discard(sequence)
+        self._load_starters.discard(sequence)
         if sequence in self._ready:
             self._ready.remove(sequence)
-        if load := self._held.pop(sequence, None):
-            self._free(load)
+        if load := self._unattached.pop(sequence, None):
+            self._release(load)
         for load in self._loads:
             if sequence in load.sequences:
                 load.sequences.remove(sequence)
                 if not load.sequences:
-                    self._give_up(load)
+                    self._cancel(load)
 
     def free_blocks(self, wanted: int) -> None:
         """Frees blocks held only for saving or loading, until `wanted` are free if possible."""
         pool = self._pool
-        self._absorb()
+        self._process_results()
         for item in self._take_unsaved(wanted - pool.num_free):
             assert item.block is not None
             item.block.stored_at.pop(item.number, None)
             pool.release(item.block)
-        self._free_held(wanted)
+        self._free_unattached(wanted)
         if pool.num_free < wanted and self._loads:
             for load in self._loads:
-                self._give_up(load)
-            ends = time.monotonic() + PATIENCE
+                self._cancel(load)
+            ends = time.monotonic() + CANCEL_WAIT_S
             while self._loads and time.monotonic() < ends:
-                self._came.wait(PATIENCE / 20)
-                self._absorb()
-            self._free_held(wanted)
+                self._reader_ended.wait(CANCEL_WAIT_S / 20)
+                self._process_results()
+            self._free_unattached(wanted)
 
-    def _free_held(self, wanted: int) -> None:
-        while self._pool.num_free < wanted and self._held:
-            self._free(self._held.popitem()[1])
+    def _free_unattached(self, wanted: int) -> None:
+        """Releases ended loads until `wanted` blocks are free."""
+        while self._pool.num_free < wanted and self._unattached:
+            self._release(self._unattached.popitem()[1])
 
     def _take_unsaved(self, wanted: int) -> list[BlockTransfer]:
         """Removes queued saves of up to `wanted` blocks that nothing else references, latest blocks first."""
@@ -392,11 +394,13 @@ class KVSpill:
             self._to_save = kept
         return removed
 
-    def _give_up(self, load: PrefixLoad) -> None:
+    def _cancel(self, load: PrefixLoad) -> None:
+        """Drops the transfers of a load that no thread has started."""
         with self._guard:
             load.todo.clear()
 
-    def _free(self, load: PrefixLoad) -> None:
+    def _release(self, load: PrefixLoad) -> None:
+        """Releases the blocks and the state that are held for a load."""
         while load.blocks:
             self._pool.release(load.blocks.pop())
         if load.state is not None and self._states:
@@ -409,7 +413,7 @@ class KVSpill:
             self._saved.extend(self._to_save)
             self._to_save.clear()
         for load in self._loads:
-            self._give_up(load)
+            self._cancel(load)
         self.flush()
         for block in self._pool.blocks:
             block.stored_at.clear()
@@ -418,12 +422,12 @@ class KVSpill:
     def wait(self, seconds: float) -> None:
         """Waits until something is loaded, if a load is running."""
         if self._loads:
-            self._came.wait(seconds)
+            self._reader_ended.wait(seconds)
 
     def close(self) -> None:
         """Finishes all saves and stops the workers."""
         for load in self._loads:
-            self._give_up(load)
+            self._cancel(load)
         self._loaders.shutdown()
         self._saver.shutdown()
 

@@ -38,11 +38,12 @@ DIGEST_BYTES, KEY_BYTES = 32, 16
 _HEAD = struct.Struct(f"<{len(MAGIC)}s{KEY_BYTES}s{KEY_BYTES}sQ")
 HEADER_BYTES = _HEAD.size + DIGEST_BYTES
 PAGE = 4096  # files count in whole pages, as most disks store them
-FULL_AT, SCAN_EVERY = 7 / 8, 64
-"""FULL_AT: share of the size limit from which the oldest files are removed. A process scans the directory again after
-writing 1 / SCAN_EVERY of the limit, so that up to eight processes together stay within it."""
-PAUSE = 30.0  # seconds without writes after a failed one
-LEFT_AFTER = 600.0  # age in seconds at which a temporary file is removed
+EVICT_ABOVE = 7 / 8  # share of the size limit from which the oldest files are removed
+SCANS_PER_LIMIT = 64
+"""A process scans the directory again after writing 1 / SCANS_PER_LIMIT of the limit, so that up to eight processes
+together stay within it."""
+RETRY_S = 30.0  # seconds without writes after a failed one
+STALE_S = 600.0  # age in seconds at which a temporary file is removed
 _TEMPORARY = ".new-"
 _CAN_ADVISE = hasattr(os, "posix_fadvise")
 _READ = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
@@ -68,7 +69,8 @@ class BlockStore:
     def __init__(self, folder: Path, max_bytes: int) -> None:
         self.folder, self.max_bytes, self.counts = folder, max_bytes, StoreCounts()
         self._guard = threading.Lock()  # protects all fields below and the counts
-        self._used = self._since_scan = 0  # bytes in the directory (as of the last scan, plus own writes); own writes
+        self._used_bytes = 0  # of the directory at the last scan, plus those that this process has written since
+        self._new_bytes = 0  # written by this process since the last scan
         self._oldest: deque[tuple[int, int, Path]] = deque()  # (time of last use, bytes, path) at the last scan
         self._scanned = self._logged_drop = self._logged_failure = False
         self._paused_until = 0.0
@@ -191,7 +193,7 @@ class BlockStore:
         with self._guard:
             self.counts.failed += 1
             was_logged, self._logged_failure = self._logged_failure, True
-            self._paused_until = time.monotonic() + PAUSE
+            self._paused_until = time.monotonic() + RETRY_S
         if not was_logged:
             log.warning("cannot store blocks in %s: %s; they are computed instead", self.folder, error.strerror)
 
@@ -206,20 +208,20 @@ class BlockStore:
 
     def _make_room(self, size: int) -> bool:
         """Counts a file to be written, after removing old ones at need; False for a file that is too large."""
-        pages, limit = _pages(size), int(self.max_bytes * FULL_AT)
-        if pages > limit // SCAN_EVERY:
+        pages, limit = _pages(size), int(self.max_bytes * EVICT_ABOVE)
+        if pages > limit // SCANS_PER_LIMIT:
             limit = self.max_bytes - pages  # a limit of few blocks: scan each time
         if limit < 0:
             return False
         with self._guard:
-            if not self._scanned or self._since_scan + pages > self.max_bytes // SCAN_EVERY:
+            if not self._scanned or self._new_bytes + pages > self.max_bytes // SCANS_PER_LIMIT:
                 self._scan()
-            while self._used + pages > limit and self._oldest:
+            while self._used_bytes + pages > limit and self._oldest:
                 self._evict(*self._oldest.popleft())
-            if self._used + pages > self.max_bytes:
+            if self._used_bytes + pages > self.max_bytes:
                 return False
-            self._used += pages
-            self._since_scan += pages
+            self._used_bytes += pages
+            self._new_bytes += pages
             return True
 
     def _evict(self, when_ns: int, taken: int, path: Path) -> None:
@@ -230,7 +232,7 @@ class BlockStore:
                 return
             path.unlink()
             self.counts.evicted += 1
-        self._used -= taken
+        self._used_bytes -= taken
 
     def _scan(self) -> None:
         """Lists what all processes have stored."""
@@ -238,13 +240,13 @@ class BlockStore:
         for each in _files(self.folder):
             with suppress(OSError):  # removed meanwhile
                 status = each.stat(follow_symlinks=False)
-                is_stale = each.name.startswith(_TEMPORARY) and now - status.st_mtime_ns > LEFT_AFTER * 1e9
+                is_stale = each.name.startswith(_TEMPORARY) and now - status.st_mtime_ns > STALE_S * 1e9
                 if is_stale:
                     Path(each.path).unlink()
                 else:
                     files.append((status.st_mtime_ns, _pages(status.st_size), Path(each.path)))
         files.sort()
-        self._used, self._since_scan, self._scanned = sum(size for _, size, _ in files), 0, True
+        self._used_bytes, self._new_bytes, self._scanned = sum(size for _, size, _ in files), 0, True
         self._oldest = deque(each for each in files if not each[2].name.startswith(_TEMPORARY))
 
 

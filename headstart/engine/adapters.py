@@ -57,7 +57,7 @@ class Adapters:
 
     def __init__(self, model: Model, runner: Runner) -> None:
         self._model, self._runner = model, runner
-        self._held: dict[int, FittedAdapter] = {}  # by slot, also unloaded ones that requests still use
+        self._fitted: dict[int, FittedAdapter] = {}  # by slot, also unloaded ones that requests still use
         self.loaded: dict[str, Adapter] = {}  # by name; replaced as a whole, so that any thread may read it
 
     def find(self, name: str) -> Adapter:
@@ -80,8 +80,8 @@ class Adapters:
         if name in self.loaded and not replace:
             raise UsageError(f"an adapter named {name!r} is loaded already", "unload it first, or choose another name")
         self._drop_unused(name, in_use)
-        slot = next(slot for slot in range(len(self._held) + 1) if slot not in self._held)
-        self._held[slot] = fitted
+        slot = next(slot for slot in range(len(self._fitted) + 1) if slot not in self._fitted)
+        self._fitted[slot] = fitted
         self._install()
         adapter = Adapter(name, slot, fitted.file.digest, str(fitted.file.path))
         self.loaded = {**self.loaded, name: adapter}
@@ -98,9 +98,9 @@ class Adapters:
     def _drop_unused(self, name: str, in_use: Iterable[int]) -> None:
         """Drops the adapters that neither running requests nor loaded names but `name` use."""
         kept = {adapter.slot for other, adapter in self.loaded.items() if other != name} | set(in_use)
-        self._held = {slot: fitted for slot, fitted in self._held.items() if slot in kept}
+        self._fitted = {slot: fitted for slot, fitted in self._fitted.items() if slot in kept}
 
     def _install(self) -> None:
         """Gives the factors of all held adapters to the trunk's programs."""
-        slots = range(max(self._held, default=-1) + 1)
-        self._runner.use_adapters(lora_tables(self._model, [self._held.get(slot) for slot in slots]))
+        slots = range(max(self._fitted, default=-1) + 1)
+        self._runner.use_adapters(lora_tables(self._model, [self._fitted.get(slot) for slot in slots]))

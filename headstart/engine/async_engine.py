@@ -1,6 +1,6 @@
 """`AsyncEngine`: an engine in its own thread for asyncio callers: the HTTP server and `AsyncLLM`.
 
-`_run` and its callees run in the engine's thread; `open`, `RequestStream` and `_hand_out` on event loops. The two sides
+`_run` and its callees run in the engine's thread; `open`, `RequestStream` and `_put_all` on event loops. The two sides
 communicate by the command queue and `call_soon_threadsafe`.
 """
 
@@ -155,7 +155,7 @@ class AsyncEngine:
             stream.put(error)
 
     @staticmethod
-    def _hand_out(items: Seq[tuple[RequestStream, Item]]) -> None:
+    def _put_all(items: Seq[tuple[RequestStream, Item]]) -> None:
         for stream, item in items:
             stream.put(item)
 
@@ -197,7 +197,7 @@ class AsyncEngine:
                 log.exception("a request could not be started", exc_info=found)
                 found = GenerationError("the engine failed to start this request", "see the log")
             error = found
-        self._call(stream.loop, _settle, accepted, error)
+        self._call_on_loop(stream.loop, _resolve, accepted, error)
 
     # In the thread that makes a step (see Listener).
 
@@ -208,22 +208,22 @@ class AsyncEngine:
             if stream := self._streams.get(delta.request_id):
                 by_loop.setdefault(stream.loop, []).append((stream, delta))
         for loop, items in by_loop.items():
-            self._call(loop, self._hand_out, items)
+            self._call_on_loop(loop, self._put_all, items)
 
-    def end(self, names: Iterable[str], error: GenerationError) -> None:
+    def end(self, request_ids: Iterable[str], error: GenerationError) -> None:
         self.num_failed_steps += 1
-        for stream in {stream for name in names if (stream := self._streams.get(name))}:
-            self._call(stream.loop, stream.put, error)
+        for stream in {stream for name in request_ids if (stream := self._streams.get(name))}:
+            self._call_on_loop(stream.loop, stream.put, error)
 
     @staticmethod
-    def _call(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: object) -> None:
+    def _call_on_loop(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: object) -> None:
         try:
             loop.call_soon_threadsafe(function, *arguments)
         except RuntimeError:  # the event loop is closed
             log.debug("a result arrived after its event loop was closed")
 
 
-def _settle(accepted: asyncio.Future[None], error: HeadstartError | None) -> None:
+def _resolve(accepted: asyncio.Future[None], error: HeadstartError | None) -> None:
     if accepted.done():  # the client has disconnected
         return
     if error is None:

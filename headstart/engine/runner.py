@@ -260,7 +260,7 @@ class Runner:
         return [self.backend.state_pool(*sizes, spec) for spec in specs]
 
     def _prepare(self, handle: NetworkHandle, pools: Pools) -> None:
-        handle.pools, self.memory.reaches[handle.index] = pools, handle.receptive_field
+        handle.pools, self.memory.receptive_fields[handle.index] = pools, handle.receptive_field
         programs = handle.network.programs(pools).items()
         handle.programs = {
             name: self.backend.prepare(program.code, hidden_width=program.hidden_width) for name, program in programs

@@ -91,8 +91,8 @@ class Inbox:
     """Unread deltas of one caller's requests, with arrival times (time.perf_counter)."""
 
     deltas: deque[tuple[float, Delta]] = field(default_factory=deque)
-    lost: str = ""  # why deltas are missing: another caller's step failed, or the engine was closed
-    names: list[str] = field(default_factory=list)  # ids of the caller's requests
+    error: str = ""  # why deltas are missing: another caller's step failed, or the engine was closed
+    request_ids: list[str] = field(default_factory=list)
 
 
 class Listener(Protocol):
@@ -101,7 +101,7 @@ class Listener(Protocol):
     def deliver(self, deltas: list[Delta]) -> None:
         """Deltas of a step; requests of other listeners may be among them."""
 
-    def end(self, names: Iterable[str], error: GenerationError) -> None:
+    def end(self, request_ids: Iterable[str], error: GenerationError) -> None:
         """Reports that these requests have ended with an error."""
 
 
@@ -121,7 +121,7 @@ class SharedEngine:
             for name in live:
                 self.engine.abort(name)
             for inbox in self.inboxes.values():
-                inbox.lost = reason
+                inbox.error = reason
             for listener in self.listeners:
                 listener.end(live, GenerationError(reason))
 
@@ -130,19 +130,19 @@ class SharedEngine:
         with self._named_errors(), self._lock:
             sequences = self.engine.submit(request, tuple(history))
             if inbox is not None:
-                inbox.names.append(request.request_id)
+                inbox.request_ids.append(request.request_id)
                 self.inboxes[request.request_id] = inbox
         return sequences
 
     def wait(self, inbox: Inbox) -> None:
         """Returns when the inbox has a delta, or after one step. Raises an error of the step, and GenerationError if
         deltas of this inbox were lost in another caller's step."""
-        if not inbox.deltas and not inbox.lost:
+        if not inbox.deltas and not inbox.error:
             with self._lock:
-                if not inbox.deltas and not inbox.lost:  # another caller may have run the step meanwhile
+                if not inbox.deltas and not inbox.error:  # another caller may have run the step meanwhile
                     self._step()
-        if inbox.lost:
-            raise GenerationError(inbox.lost)
+        if inbox.error:
+            raise GenerationError(inbox.error)
 
     def step(self) -> None:
         """Runs one step; raises what Engine.step raises."""
@@ -160,7 +160,7 @@ class SharedEngine:
 
     def close(self, inbox: Inbox) -> None:
         """Ends the inbox's requests before the next step."""
-        for name in inbox.names:
+        for name in inbox.request_ids:
             self.abort(name)
             self.inboxes.pop(name, None)
 
@@ -169,22 +169,22 @@ class SharedEngine:
         try:
             self.engine.step(self._deliver)
         except BaseException as error:  # also an interrupt
-            self._lose(live, error)
+            self._end_requests(live, error)
             raise
 
-    def _lose(self, live: set[str], error: BaseException) -> None:
+    def _end_requests(self, live: set[str], error: BaseException) -> None:
         """Ends all requests of a failed step, which may lack tokens. If none was running, waiting ones end: they would
         make the next step fail, too."""
-        names = live - {each.request.request_id for each in self.engine.scheduler.waiting}
+        ended = live - {each.request.request_id for each in self.engine.scheduler.waiting}
         if isinstance(error, Exception):
-            names = names or live
-        for name in names:
+            ended = ended or live
+        for name in ended:
             self.engine.abort(name)
             if inbox := self.inboxes.get(name):
-                inbox.lost = "the text broke off: a step that it shared with other requests failed"
+                inbox.error = "the text broke off: a step that it shared with other requests failed"
         failed = GenerationError("the engine failed while it worked on this request", "see the log")
         for listener in self.listeners:
-            listener.end(names, failed)
+            listener.end(ended, failed)
 
     def _deliver(self, deltas: list[Delta]) -> None:
         now, others = time.perf_counter(), []

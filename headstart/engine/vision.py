@@ -17,7 +17,7 @@ from headstart.layers.vision import VisionNetwork, patch_places, windows
 
 MAX_BYTES = 64 * 2**20  # of kept features
 BLOCK = 16  # positions of a block
-LEAST_SLOTS = 1024  # of the KV pool, which grows with the images
+MIN_SLOTS = 1024  # of the KV pool, which grows with the images
 
 
 @dataclass(frozen=True)
@@ -38,16 +38,16 @@ class VisionEncoder:
         self.backend, self.network = backend, network
         self._stages = network.stages
         self._programs = _Programs()
-        self._reserve(LEAST_SLOTS)
-        self._kept: OrderedDict[bytes, Float32] = OrderedDict()
+        self._reserve(MIN_SLOTS)
+        self._features: OrderedDict[bytes, Float32] = OrderedDict()  # digest -> features, least recently used first
 
     def features(self, image: ImageInput) -> Float32:
         """Rows of the trunk [num_tokens, H], with deep mergers those for its first layers beside them."""
-        if (known := self._kept.get(image.digest)) is None:
-            known = self._kept[image.digest] = self._encode(image)
-        self._kept.move_to_end(image.digest)
-        while len(self._kept) > 1 and sum(each.nbytes for each in self._kept.values()) > MAX_BYTES:
-            self._kept.popitem(last=False)
+        if (known := self._features.get(image.digest)) is None:
+            known = self._features[image.digest] = self._encode(image)
+        self._features.move_to_end(image.digest)
+        while len(self._features) > 1 and sum(each.nbytes for each in self._features.values()) > MAX_BYTES:
+            self._features.popitem(last=False)
         return known
 
     def max_bytes(self, max_patches: int) -> int:
@@ -102,7 +102,7 @@ class VisionEncoder:
 
 def _pool_slots(num_slots: int) -> int:
     """Slots of a KV pool that holds at least `num_slots`: a power of two, so that similar images share a pool."""
-    return 1 << (max(num_slots, LEAST_SLOTS) - 1).bit_length()
+    return 1 << (max(num_slots, MIN_SLOTS) - 1).bit_length()
 
 
 def _plan(sizes: Seq[int], axes: Int32 | None = None) -> StepPlan:

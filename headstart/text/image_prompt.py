@@ -136,41 +136,41 @@ class ImageProcessor:
         """The resized image (antialiased) as patches."""
         from PIL import Image as Pillow  # only images need it
 
-        about, pixels = self.format, Pillow.fromarray(image.pixels)
-        filter_ = Pillow.Resampling(about.resample)
-        if about.image_size and about.longest:
-            first, second = about.squares_of(*image.size)
+        spec, pixels = self.format, Pillow.fromarray(image.pixels)
+        filter_ = Pillow.Resampling(spec.resample)
+        if spec.image_size and spec.longest:
+            first, second = spec.squares_of(*image.size)
             pixels = pixels.resize(first, filter_)
-            return self._cut(pixels.resize(second, filter_) if about.is_cut else pixels, filter_, image.digest)
-        whole = self._input(pixels.resize(about.size_of(*image.size), filter_), image.digest)
-        rows, columns = whole.grid if about.row_end else (1, whole.num_tokens)
-        before = (about.begin, *[about.row_end] * (rows - 1))
+            return self._cut(pixels.resize(second, filter_) if spec.is_cut else pixels, filter_, image.digest)
+        whole = self._input(pixels.resize(spec.size_of(*image.size), filter_), image.digest)
+        rows, columns = whole.grid if spec.row_end else (1, whole.num_tokens)
+        before = (spec.begin, *[spec.row_end] * (rows - 1))
         return PreparedImage(
-            tuple(Piece(text, whole, row * columns, columns) for row, text in enumerate(before)), about.end
+            tuple(Piece(text, whole, row * columns, columns) for row, text in enumerate(before)), spec.end
         )
 
     def _cut(self, pixels: Any, filter_: int, digest: bytes) -> PreparedImage:
         """The squares of a Pillow image, row by row, then all of it as one square, unless it is one (SmolVLM)."""
-        about, side = self.format, self.format.image_size
-        columns, rows = (size // side if about.is_cut else 0 for size in pixels.size)
+        spec, side = self.format, self.format.image_size
+        columns, rows = (size // side if spec.is_cut else 0 for size in pixels.size)
         pieces = list[Piece]()
         for row in range(rows if rows * columns > 1 else 0):
             for column in range(columns):
                 box = (column * side, row * side, (column + 1) * side, (row + 1) * side)
                 square = self._input(pixels.crop(box), digest + f"{row},{column}".encode())
-                name = f"{about.begin}<row_{row + 1}_col_{column + 1}>"
+                name = f"{spec.begin}<row_{row + 1}_col_{column + 1}>"
                 pieces.append(Piece("\n" + name if row and not column else name, square, 0, square.num_tokens))
         whole = self._input(pixels.resize((side, side), filter_), digest)
-        name = ("\n\n" if pieces else "") + f"{about.begin}<global-img>"
-        return PreparedImage((*pieces, Piece(name, whole, 0, whole.num_tokens)), about.end)
+        name = ("\n\n" if pieces else "") + f"{spec.begin}<global-img>"
+        return PreparedImage((*pieces, Piece(name, whole, 0, whole.num_tokens)), spec.end)
 
     def _input(self, resized: Any, digest: bytes) -> ImageInput:
         """A Pillow image as patches. `digest` names its content among all images of this format."""
-        about, unit = self.format, self.format.token_side
+        spec, unit = self.format, self.format.token_side
         values = np.asarray(resized, np.float32) / np.float32(255)
-        mean, std = (np.asarray(each, np.float32) for each in (about.mean, about.std))
-        patches = to_patches(((values - mean) / std).astype(np.float32), about.patch_size, about.merge)
-        digest = hashlib.sha256(f"{about}".encode() + digest).digest()
+        mean, std = (np.asarray(each, np.float32) for each in (spec.mean, spec.std))
+        patches = to_patches(((values - mean) / std).astype(np.float32), spec.patch_size, spec.merge)
+        digest = hashlib.sha256(f"{spec}".encode() + digest).digest()
         return ImageInput(patches, (resized.height // unit, resized.width // unit), digest)
 
     def expand(
@@ -178,24 +178,24 @@ class ImageProcessor:
     ) -> tuple[list[int], tuple[PlacedImage, ...]]:
         """See text.images.VisionTower.expand. Newlines around an image become one token with those next to them, as
         in the tokens of the whole text."""
-        about, marker, found = self.format, self._id_of(self.format.marker), list[PlacedImage]()
+        spec, marker, found = self.format, self._id_of(self.format.marker), list[PlacedImage]()
         if (count := sum(token == marker for token in prompt_ids)) != len(images):
-            message = f"the prompt has {count} placeholders {about.marker} for {len(images)} images"
+            message = f"the prompt has {count} placeholders {spec.marker} for {len(images)} images"
             raise UsageError(message, "each image needs one; the chat template writes them")
         ids: list[int] = []
         is_behind, remaining = False, iter(images)  # is_behind: only newlines since the end of an image
         for token in prompt_ids:
             if token == marker:
-                self._add_newlines(ids, len(about.around))
+                self._add_newlines(ids, len(spec.around))
                 prepared = next(remaining)
                 for piece in prepared.pieces:
                     ids += self._ids_of(piece.before)
                     where = {"offset": piece.offset, "count": piece.count}
-                    found.append(PlacedImage(len(ids), piece.image, about.is_bidirectional, about.has_axes, **where))
-                    ids += [token if about.token_id is None else about.token_id] * piece.count
+                    found.append(PlacedImage(len(ids), piece.image, spec.is_bidirectional, spec.has_axes, **where))
+                    ids += [token if spec.token_id is None else spec.token_id] * piece.count
                 ids += self._ids_of(prepared.after)
-                self._add_newlines(ids, len(about.around))
-                is_behind = bool(about.around)
+                self._add_newlines(ids, len(spec.around))
+                is_behind = bool(spec.around)
             elif is_behind and (newlines := self._newlines.get(token)):
                 self._add_newlines(ids, newlines)
             else:

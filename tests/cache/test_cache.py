@@ -88,7 +88,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @rule(sequence=sequences, depth=st.integers(1, 4), chunk=st.integers(1, 30), reach=st.integers(0, 12))
     def propose(self, sequence: Sequence, depth: int, chunk: int, reach: int) -> None:
-        """The head fills true pairs, in chunks, as far back as it reaches (0: all), then writes guesses after them."""
+        """The head fills true pairs, in chunks, as far back as it receptive_fields (0: all), then writes guesses after them."""
         length = len(sequence.tokens)
         if sequence.num_computed < length - 1 or not self.memory.reserve(sequence, length + depth):
             return
@@ -233,7 +233,7 @@ def test_drafter_fill_stops_at_the_first_hole() -> None:
 
 def test_a_hole_further_back_than_a_drafter_reaches_is_none() -> None:
     memory = KVCacheManager(8, SIZE)
-    memory.reaches[HEAD] = 5
+    memory.receptive_fields[HEAD] = 5
     first = computed(memory, list(range(13)), 12)
     memory.fill(first, HEAD, 4, 13)
 
@@ -245,13 +245,13 @@ def test_a_hole_further_back_than_a_drafter_reaches_is_none() -> None:
     for length, expected in ((13, 12), (9, 8), (8, 0)):  # of 8 tokens, the keys of the first block are missing
         assert filled(length) == expected
     memory.fill(first, HEAD, 1, 4)  # another sequence's, as far as it went
-    memory.reaches[HEAD] = 2
+    memory.receptive_fields[HEAD] = 2
     memory.pool.blocks[first.block_table[1]].filled.clear()
     assert filled() == 12, "the last block is all that it needs"
-    memory.reaches[HEAD] = 6
+    memory.receptive_fields[HEAD] = 6
     assert filled() == 4, "the first block is whole, the second is not"
     memory.pool.blocks[first.block_table[0]].filled.clear()
-    memory.reaches[HEAD] = 0
+    memory.receptive_fields[HEAD] = 0
     assert filled() == 0
 
 

@@ -123,7 +123,7 @@ def test_the_disk_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplo
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING, "headstart.cache"):
         patched.setattr(module, "_write_all", full)
         assert not any(store.put(PART, key_of(number), content_of(number), 1) for number in range(3, 8))
-        patched.setattr(module, "PAUSE", 0.0)
+        patched.setattr(module, "RETRY_S", 0.0)
         store._paused_until = 0.0
         assert not store.put(PART, key_of(9), content_of(9), time.time_ns())
     assert len(caplog.records) == 1 and "No space left" in caplog.text
@@ -192,7 +192,7 @@ def test_killed_while_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             assert got(store, number, size=200_000) == expected
             count += 1
     assert count > 3
-    monkeypatch.setattr(module, "LEFT_AFTER", -1.0)
+    monkeypatch.setattr(module, "STALE_S", -1.0)
     store.put(PART, key_of(5), content_of(5), time.time_ns())  # looks around
     assert not list(tmp_path.rglob(".new-*"))
 
