@@ -178,17 +178,13 @@ class KVSpill:
             if known < len(keys) and load.first == keys[known]:
                 load.sequences.append(sequence)
                 return True
-        count = self._extent(keys, known)
-        state = self._state_before(keys, count) if self._states else None
-        if state is not None:
-            count, result = state
-            if count <= known and (not count or result):
-                return False
-        elif count == known:
+        count, wants_state = self._extent(keys, known), False
+        if self._states:
+            count, is_in_memory = self._state_before(keys, count)
+            wants_state = not is_in_memory
+        if count <= known and not wants_state:
             return False
-        self._start_load(
-            sequence, list(keys[:count]), min(known, count), wants_state=state is not None and not state[1]
-        )
+        self._start_load(sequence, list(keys[:count]), min(known, count), wants_state=wants_state)
         return True
 
     def _extent(self, keys: Seq[bytes], known: int) -> int:
@@ -308,10 +304,8 @@ class KVSpill:
         """Publishes the loaded blocks before the first missing one; they stay held for the load's first sequence."""
         self._loads.remove(load)
         missing = [place for place, item in load.items if item.number == TRUNK and item.tier is None]
-        num_usable, now = (
-            min(missing, default=len(load.blocks)),
-            time.monotonic(),
-        )  # blocks before the first missing one
+        num_usable = min(missing, default=len(load.blocks))
+        now = time.monotonic()
         for place, item in load.items:
             if item.number == STATE or item.tier is None or place >= num_usable:
                 continue
