@@ -32,51 +32,14 @@ from headstart.kernels.ops import REFINED, Backend, Buffer, Ops, StepInputs
 from headstart.layers.linear import Linear, LMHead, SketchedLinear, sketch_directions
 from headstart.layers.network import NetworkHandle
 
-TEXT = '''Question: My sister asked me how the tide works, and I could not explain it well. Can you?
-Answer: Of course! The Moon pulls on the ocean, and it pulls harder on the side of the Earth that is near to it. The
-water rises there, and on the far side too, because the Earth itself is pulled away from it. As the Earth turns, a coast
-passes through both bulges each day. That is why there are usually two high tides, about 12 hours and 25 minutes apart.
-
-1. **Plan**: write down what you want to know.
-2. **Measure**: take at least five values, and note the time of each.
-3. **Compare**: the median is 4.2, the mean 4.75; one value is far from the others.
-
-def count_words(path: str, least: int = 2) -> dict[str, int]:
-    """How often each word comes."""
-    counts: dict[str, int] = {}
-    with open(path, encoding="utf-8") as file:
-        for line in file:
-            for word in line.lower().split():
-                counts[word] = counts.get(word, 0) + 1
-    return {word: n for word, n in counts.items() if n >= least}
-
-{"name": "get_weather", "arguments": {"city": "Lisbon", "days": 3, "units": "metric"}, "id": null}
-
-Dear Ms. Okafor,
-thank you for your letter of March 14. We are sorry that the parcel arrived late. A refund of $38.50 has been sent to
-your account, and you should see it within two working days. Please let us know if there is anything else we can do.
-Kind regards, Tom
-
-She looked at the old house for a long time. "Nobody has lived here since the war," he said, but there was a light in
-the kitchen window, and somebody was singing. Was it really empty? They walked on without another word.
-
-La ville est belle en automne, surtout le soir. Der Zug nach Hamburg war leider zu spät, also blieben wir da.
-El problema no es el precio, sino el tiempo. 今天天气很好。我们去公园吧。Сегодня мы будем готовить суп.
-
-Let x be the number of apples. Then 3x + 7 = 31, so 3x = 24 and x = 8. Therefore, she bought eight apples.
-SELECT name, price FROM items WHERE price > 10 ORDER BY name;
-In 1928, Alexander Fleming noticed that a mould had killed the bacteria in one of his dishes. However, it took another
-twelve years until penicillin could be made in useful amounts, and the first patients were treated in 1941.
-'''
+TEXT_FILE = Path(__file__).with_name("sketch_text.txt")
 """Sample text of many kinds, written for this project, to produce typical hidden states."""
-
-
 MIN_VOCAB = 32_768  # no sketch for smaller vocabularies, whose LM head is cheap
 CANDIDATES = ((128, 128), (256, 256))  # (dimensions, exact blocks) of sketches, cheapest first
 MIN_AGREEMENT, MAX_TIME_SHARE = 0.95, 0.8  # required share of equal first choices, and time relative to the full head's
 HELD_OUT = 4  # 1 / HELD_OUT of the states, the last ones, measure the sketch
 SAMPLED_ROWS, ROWS_PER_PASS = 4096, 4096  # LM head rows that fit the directions; rows that one pass reads
-NAME, MIN_STATES = "vocabulary", 16  # prefix of request ids; fewest states that a sketch is fitted to
+MIN_STATES = 16  # fewest states that a sketch is fitted to
 REDUCIBLE = ("head", "block")  # drafters that accept a reduced vocabulary
 STATES_PER_PASS, TIMED_RUNS = 16, 7  # states whose first choices one pass computes; runs of which the fastest counts
 MAX_PIECE_TOKENS = 32  # output tokens of a piece of text while other pieces are still in their prompts
@@ -143,9 +106,8 @@ def find_sketch(engine: Engine, model: Model, identity: Mapping[str, Any]) -> Sk
     """The sketch that pays, stored or measured now, while the engine is idle; None: the full LM head is better."""
     from headstart.drafters.block import BlockNetwork  # rarely needed: few vocabularies are large enough
 
-    handle = next(
-        (each for each in engine.runner.networks if isinstance(each.network, HeadNetwork | BlockNetwork)), None
-    )
+    networks = engine.runner.networks
+    handle = next((each for each in networks if isinstance(each.network, HeadNetwork | BlockNetwork)), None)
     assert model.head
     exact = model.head.lm_head or model.decoder.lm_head
     batch, sizes = min(BATCH, engine.config.max_num_seqs), (model.config.hidden_size, model.config.vocab_size)
@@ -157,7 +119,8 @@ def find_sketch(engine: Engine, model: Model, identity: Mapping[str, Any]) -> Sk
     with contextlib.suppress(OSError, EOFError, ValueError, KeyError, TypeError):
         benchmark = SketchBenchmark(**json.loads(path.read_text())["found"])
         return builder.load(benchmark)
-    tokens = [token for token in model.tokenizer.encode(TEXT, add_special=True) if token < model.config.vocab_size]
+    text = TEXT_FILE.read_text(encoding="utf-8")
+    tokens = [token for token in model.tokenizer.encode(text, add_special=True) if token < model.config.vocab_size]
     if handle is None:
         return None
     try:
@@ -184,24 +147,23 @@ def _states(engine: Engine, handle: NetworkHandle, tokens: Seq[int]) -> Buffer |
         return None
     params = SamplingParams(max_tokens=MAX_PIECE_TOKENS if block else 2)  # no sequence ends before all are in the cache
     requests = [
-        Request(request_id=f"{NAME} {i}", prompt_ids=each, params=params, seed=0, stop_ids=frozenset(), depth=0)
+        Request(request_id=f"vocabulary {i}", prompt_ids=each, params=params, seed=0, stop_ids=frozenset(), depth=0)
         for i, each in enumerate(prompts)
     ]
     sequences = [sequence for request in requests for sequence in engine.submit(request)]
     try:
         while engine.has_work and any(each.num_computed < len(each.request.prompt_ids) for each in sequences):
             engine.step(lambda deltas: None)
-        rows = _end_blocks(engine, handle, sequences, block) if block else _prompt_rows(handle, sequences[0])
+        if block:
+            rows = _end_blocks(engine, handle, sequences, block)
+        else:
+            first = handle.network.first_position
+            rows = [Rows(sequences[0], first, prompts[0][first:], 1)]
         return engine.runner.run(handle, STATES, rows)["states"]
     finally:
         for request in requests:
             engine.abort(request.request_id)
         engine.reset_stats()
-
-
-def _prompt_rows(handle: NetworkHandle, sequence: Sequence) -> list[Rows]:
-    first = handle.network.first_position
-    return [Rows(sequence, first, sequence.request.prompt_ids[first:], 1)]
 
 
 def _pieces(engine: Engine, tokens: Seq[int], block: BlockSpec) -> list[tuple[int, ...]]:
