@@ -62,7 +62,7 @@ def _open_partial(path: Path) -> Iterator[BinaryIO | None]:
         yield file
 
 
-def large_files(repo: str, list_files: "Callable[[], list[DryRunFileInfo]]") -> None:
+def large_files(repo: str, list_files: "Callable[[], DryRunFileInfo | list[DryRunFileInfo]]") -> None:
     """Download missing large files into the cache of the Hub's client, whose own downloads do not resume after a kill.
     Raises the client's errors of downloads, and DownloadFailed; errors of listing are left to the client."""
     from huggingface_hub import errors
@@ -72,7 +72,7 @@ def large_files(repo: str, list_files: "Callable[[], list[DryRunFileInfo]]") -> 
         files = list_files()
     except (errors.HfHubHTTPError, OSError, httpx.HTTPError):
         return
-    for each in files:
+    for each in files if isinstance(files, list) else [files]:
         if each.will_download and (each.file_size or 0) >= MIN_LARGE_BYTES:
             _download_large_file(repo, each)
 

@@ -13,10 +13,10 @@ import re
 import shutil
 import socket
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -147,15 +147,13 @@ def resolve(name: str | None = None, progress: Progress | None = None) -> Path:
     repo = repo_of(name)
     if repo is None:
         return user_path(name)
-    return _hub_file(repo.repo, repo.file) if repo.file else _hub_snapshot(repo_name(name))
+    return _hub_file(repo, repo.file) if repo.file else _hub_snapshot(repo)
 
 
 def resolve_head(name: str) -> Path:
     """The path of a head by name; a repo may hold the head as a pickle (formats/pickled.py)."""
     repo = repo_of(name)
-    if repo is None or repo.file:
-        return resolve(name)
-    return _snapshot(repo_name(name), (*_MODEL_FILES, *HEAD_PICKLES))
+    return resolve(name) if repo is None or repo.file else _snapshot(repo, (*_MODEL_FILES, *HEAD_PICKLES))
 
 
 def pull(name: str | None = None, progress: Progress | None = None) -> Path:
@@ -181,7 +179,7 @@ def is_repo(name: str) -> bool:
 def config_file(name: str) -> Path:
     """Download config.json of a Hub repo, without the weights. Raises UsageError."""
     repo, _, revision = repo_name(name).partition("@")
-    return _hub_file(repo, "config.json", revision)
+    return _hub_file(Repo(repo, revision), "config.json")
 
 
 @dataclass(frozen=True)
@@ -223,7 +221,7 @@ def _unknown(name: str) -> UsageError:
 
 def _remembered_from_hub(builtin: Builtin) -> Path | None:
     """The Hub's copy, if an earlier download had to use it: asking the package index again is slow."""
-    return _hub_snapshot(builtin.repo) if _hub_marker(builtin).exists() else None
+    return _hub_snapshot(Repo(builtin.repo)) if _hub_marker(builtin).exists() else None
 
 
 def _hub_marker(builtin: Builtin) -> Path:
@@ -244,7 +242,7 @@ def _fetch_builtin(builtin: Builtin, progress: Progress | None) -> Path:
             f"cannot write to {target.parent}: {error.strerror or error}", "set HEADSTART_CACHE to another folder"
         ) from error
     try:
-        path = _hub_snapshot(builtin.repo)
+        path = _hub_snapshot(Repo(builtin.repo))
         _hub_marker(builtin).touch()
         return path
     except UsageError as error:
@@ -255,56 +253,54 @@ def _fetch_builtin(builtin: Builtin, progress: Progress | None) -> Path:
     )
 
 
-def _hub_snapshot(name: str) -> Path:
+def _hub_snapshot(repo: Repo) -> Path:
     """Download config, tokenizer and safetensors files of a repo, or one GGUF file."""
-    repo, _, revision = name.partition("@")
-    path = _snapshot(name, _MODEL_FILES)
-    return path if any(path.glob("*.safetensors")) else _one_gguf(repo, revision, path)
+    path = _snapshot(repo, _MODEL_FILES)
+    return path if any(path.glob("*.safetensors")) else _one_gguf(repo, path)
 
 
-def _snapshot(name: str, files: Iterable[str]) -> Path:
+def _snapshot(repo: Repo, files: Iterable[str]) -> Path:
     """Download the files of a repo that match these patterns."""
     from huggingface_hub import snapshot_download
 
-    repo, _, revision = name.partition("@")
-    options: dict[str, Any] = {
-        "revision": revision or None, "allow_patterns": list(files), "ignore_patterns": list(_IGNORED_FILES)
-    }  # fmt: skip
-    with hub_errors(repo):
-        if is_reachable():
-            _download.large_files(repo, lambda: snapshot_download(repo, **options, dry_run=True))
-        return Path(snapshot_download(repo, **options, dry_run=False, local_files_only=not is_reachable()))
+    options: dict[str, Any] = {"allow_patterns": list(files), "ignore_patterns": list(_IGNORED_FILES)}
+    return _download_from(repo, partial(snapshot_download, repo.repo, **options), has_large_files=True)
 
 
-def _one_gguf(repo: str, revision: str, snapshot: Path) -> Path:
+def _one_gguf(repo: Repo, snapshot: Path) -> Path:
     """Download the only GGUF file of a repo, or of several quantizations the usual one."""
     from huggingface_hub import list_repo_files
 
     try:
-        with hub_errors(repo):
-            listed = list_repo_files(repo, revision=revision or None)
+        with hub_errors(repo.repo):
+            listed = list_repo_files(repo.repo, revision=repo.revision or None)
     except UsageError:
         listed = [file.name for file in snapshot.iterdir()]
     towers = sorted(fnmatch.filter(listed, "*mmproj*.gguf"))
     files = [file for file in fnmatch.filter(listed, "*.gguf") if file not in towers]
     usual = [file for file in files if USUAL_QUANTIZATION in file.lower()]
     if not files:
-        raise UsageError(f"{repo} has neither safetensors nor GGUF files", "choose another repo")
+        raise UsageError(f"{repo.repo} has neither safetensors nor GGUF files", "choose another repo")
     if len(chosen := usual or files) > 1:
-        raise UsageError(f"{repo} has {len(files)} GGUF files", f"name one, as in {repo}/{files[0]}")
+        raise UsageError(f"{repo.repo} has {len(files)} GGUF files", f"name one, as in {repo.repo}/{files[0]}")
     for file in towers[:1]:
-        _hub_file(repo, file, revision)
-    return _hub_file(repo, chosen[0], revision)
+        _hub_file(repo, file)
+    return _hub_file(repo, chosen[0])
 
 
-def _hub_file(repo: str, file: str, revision: str = "") -> Path:
+def _hub_file(repo: Repo, file: str) -> Path:
     from huggingface_hub import hf_hub_download
 
-    options: dict[str, Any] = {"revision": revision or None}
-    with hub_errors(repo):
-        if is_reachable() and file.endswith(".gguf"):
-            _download.large_files(repo, lambda: [hf_hub_download(repo, file, **options, dry_run=True)])
-        return Path(hf_hub_download(repo, file, **options, dry_run=False, local_files_only=not is_reachable()))
+    return _download_from(repo, partial(hf_hub_download, repo.repo, file), has_large_files=file.endswith(".gguf"))
+
+
+def _download_from(repo: Repo, download: Callable[..., Any], *, has_large_files: bool) -> Path:
+    """Path of what a function of the Hub's client downloads, or of its cached copy if the Hub is not reachable."""
+    options = {"revision": repo.revision or None}
+    with hub_errors(repo.repo):
+        if is_reachable() and has_large_files:
+            _download.large_files(repo.repo, lambda: download(**options, dry_run=True))
+        return Path(download(**options, dry_run=False, local_files_only=not is_reachable()))
 
 
 def is_reachable() -> bool:

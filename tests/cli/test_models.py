@@ -93,13 +93,13 @@ def test_published_models_have_short_names(cache: Path, monkeypatch: pytest.Monk
     assert 1.4e9 < small["bytes"] < 1.6e9  # 0.75 billion weights of the text part
     assert main(["models", "--available"]) == 0
     assert "qwen3.5-4b 1.71x: MTPLX, M5 Max" in capsys.readouterr().out
-    asked: list[str] = []
-    monkeypatch.setattr(hub, "_hub_snapshot", lambda name: asked.append(name) or cache)
+    asked: list[hub.Repo] = []
+    monkeypatch.setattr(hub, "_hub_snapshot", lambda repo: asked.append(repo) or cache)
     for each in rows:
         assert hub.repo_of(each["name"]) == hub.Repo(each["repo"])
         assert hub.is_repo(each["name"])
         assert hub.resolve(each["name"]) == cache
-    assert asked == [each["repo"] for each in rows]
+    assert asked == [hub.Repo(each["repo"]) for each in rows]
     Path(cache.parent, "mimo-7b").mkdir()  # a folder of this name comes first
     assert hub.resolve("mimo-7b") == Path("mimo-7b")
 
