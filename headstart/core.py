@@ -86,7 +86,7 @@ class ImageInput:
 
     @property
     def num_tokens(self) -> int:
-        """Positions that it takes in a prompt."""
+        """Positions of the image in a prompt."""
         return self.grid[0] * self.grid[1]
 
 
@@ -96,9 +96,9 @@ class PlacedImage:
 
     first: int
     image: ImageInput
-    is_bidirectional: bool = False  # each of its positions attends to all of them, so they share one pass
-    has_axes: bool = False  # its rotary positions are those of `rope_positions`
-    offset: int = 0  # the first of its features at this place; the others may be at other places
+    is_bidirectional: bool = False  # all positions of the image attend to each other, so one pass computes all
+    has_axes: bool = False  # the rotary positions have three axes, from `rope_positions`
+    offset: int = 0  # first feature of the image at this place; other places may hold the other features
     count: int = 0  # features at this place; 0: all
 
     @property
@@ -160,7 +160,7 @@ class Request:
     priority: int = 0  # lower runs earlier, for all owners
     images: tuple[PlacedImage, ...] = field(default=(), compare=False)  # in ascending order
     embeds: bool = False  # return the prompt's embedding (Delta.embedding) instead of a text
-    adapter: Adapter | None = None  # None: the model as it is
+    adapter: Adapter | None = None  # None: the model without an adapter
 
     @cached_property
     def cache_scope(self) -> str:
@@ -193,7 +193,7 @@ class Leaf(NamedTuple):
 
 @dataclass
 class Draft:
-    """Tokens that a drafter proposes after `Sequence.tokens`: a chain, and leaves beside its tokens."""
+    """Tokens proposed after `Sequence.tokens`: a chain of k tokens, and leaves, alternatives to tokens of the chain."""
 
     tokens: list[int] = field(default_factory=list)  # [k]
     probs: Any = None  # [k, V] draft distributions, needed by rule `rejection`; None: one-hot drafts

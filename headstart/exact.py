@@ -1,5 +1,5 @@
-"""Powers, logarithms and exponentials with the same bits on every machine; those of numpy and C libraries differ in the
-last ones from processor to processor."""
+"""Powers, logarithms and exponentials with the same bits on every machine. Results of numpy and C libraries differ in
+their last bits from processor to processor."""
 
 from collections.abc import Callable
 from decimal import Context, Decimal

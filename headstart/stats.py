@@ -13,7 +13,7 @@ def synthetic_note(rates: Iterable[float]) -> str:
 
 
 def sum_positions(counts: Iterable[Iterable[int]]) -> list[int]:
-    """The sums of counts by position, of which some end earlier."""
+    """Sums of lists of counts, position by position. The lists may have different lengths."""
     return list(map(sum, zip_longest(*counts, fillvalue=0)))
 
 

@@ -1,8 +1,8 @@
 """Differences between operating systems: file locks, CPU affinity, signals, terminals, forks with limits.
 
-No other module asks for the operating system. A function whose feature is missing says in its docstring what happens
-instead. headstart runs on Linux; support of macOS and Windows is checked by types and by tests that hide what these
-systems lack, and was never tried there.
+No other module asks for the operating system. The docstring of a function says what happens where its feature is
+missing. headstart runs on Linux. Support of macOS and Windows is checked by types, and by tests that hide the features
+that these systems lack; it was never tried there.
 """
 
 import os

@@ -118,7 +118,7 @@ def encode_images(
 
 
 def with_placeholders(tower: VisionTower, text: str, count: int) -> str:
-    """A raw text with one placeholder for each of its images: those that it lacks are put before it."""
+    """A raw text with one placeholder for each image. Missing placeholders are put before the text."""
     return tower.placeholder * (count - text.count(tower.placeholder)) + text
 
 

@@ -94,7 +94,7 @@ class BlockPool:
         block.references += 1
 
     def publish(self, block: Block, key: bytes) -> None:
-        """Enters a full block into the prefix index. An equal block published earlier stays the one that is found."""
+        """Enters a full block into the prefix index. `find` returns an equal block that was published earlier."""
         block.key = key
         self._index.setdefault(key, block.index)
 

@@ -103,10 +103,10 @@ class StateCacheManager:
         return _joined(sequences)
 
     def plan_head(self, network: int, rows: Iterable[Rows], num_recomputed: int) -> StateSteps:
-        """StateSteps of a pass of a head with states, over pairs of committed tokens or one drafted token. Its pools
-        have two slots for each sequence: one is the sequence's own, with the state after the latest row; the other one,
-        `num_running` slots further, has the state before the newest `num_recomputed` pairs, where the next pairs begin.
-        Pairs without that state (after a prefix hit) begin with zeros; drafts may be worse then."""
+        """StateSteps of a pass of a head with states, over pairs of committed tokens or one drafted token. The pools of
+        a head have two slots for each sequence. The sequence's own slot has the state after the latest row. The slot
+        `num_running` further has the state before the newest `num_recomputed` pairs, where the next pairs begin.
+        Without that state (after a prefix hit) pairs begin with zeros; drafts may then be worse."""
         sequences: list[_SequenceSteps] = []
         for part in rows:
             state, end = self._states[part.sequence], part.start + len(part.token_ids)

@@ -235,7 +235,7 @@ class BlockStore:
         self._used_bytes -= taken
 
     def _scan(self) -> None:
-        """Lists what all processes have stored."""
+        """Lists the files of all processes."""
         files, now = [], time.time_ns()
         for each in _files(self.folder):
             with suppress(OSError):  # removed meanwhile

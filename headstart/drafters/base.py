@@ -63,7 +63,7 @@ class EarlyDraftRequest:
 
     sequence: Sequence
     depth: int  # maximum number of tokens
-    draw: int  # index of the sequence's first sampled token among those of the pass
+    draw: int  # index of the sequence's first sampled token among all sampled tokens of the pass
     accepted: int | None  # number of accepted draft tokens, if known before the pass ends
     scored: bool  # scores are needed, for a gate
 
@@ -116,8 +116,8 @@ class DraftRunner(Protocol):
         """Starts drafts for sequences whose pass is still running, where the backend can; `draft` uses them if they
         match.
 
-        `parts` end with a row for each drafted token of the running pass and one more; their tokens are those of
-        `sample`.
+        `parts` end with a row for each drafted token of the running pass and one more. The tokens of these rows are
+        read from `sample`.
         """
 
     def draw(
@@ -201,7 +201,7 @@ class TextCompleter(Protocol):
 
 @dataclass(frozen=True)
 class TargetModel:
-    """What a drafter may use of the target model.
+    """Parts and settings of the target model for a drafter.
 
     A sequence's block table serves the pools of the drafter's networks too, as far as blocks are reserved.
     """
@@ -259,4 +259,4 @@ class Drafter:
         """Drops the state of a finished sequence. A preempted sequence keeps its tokens and gets other blocks."""
 
     def clear(self) -> None:
-        """Drops what is known of all finished sequences."""
+        """Drops all texts and statistics of finished sequences."""

@@ -34,12 +34,14 @@ FEATURES, BLOCK, MARKOV, PAIRS = "features", "block", "markov", "pairs.0"
 
 @dataclass(frozen=True)
 class BlockNetwork:
-    """Network of a block drafter.
+    """Network of a block drafter, with these programs:
 
-    Programs: `features` stores KV of true positions; `block` gives the logits of a block's rows; `states` gives the LM
-    head's input for such rows; `markov` reads a row of `block`, logits and what the Markov head keeps beside them, and
-    adds the effect of the token before; its output `carry` replaces the last columns of the next row. An output
-    `confidence` [R, 1] is one term of a confidence logit: of a row in `block`, of a token in `markov`.
+    features: stores the KV of true positions.
+    block: the logits of a block's rows, with the Markov head's own columns after them.
+    states: the LM head's input for the rows of a block.
+    markov: reads a row of `block`, and adds the effect of the token before it to the logits. The output `carry`
+    replaces the last columns of the next row.
+    The output `confidence` [R, 1] is one term of a confidence logit: of a row in `block`, of a token in `markov`.
     """
 
     module: BlockModule

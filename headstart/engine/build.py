@@ -47,8 +47,8 @@ GB = 10**9
 DIGESTS = "digests"  # folder of the user cache with digests of files, which take seconds to compute
 BLOCK_RECORD = 512  # bytes of bookkeeping per block
 PLANNED: WeakKeyDictionary[KVCacheManager, tuple[str, int]] = WeakKeyDictionary()
-"""(device, pool bytes) of each live engine. Pools take memory only as they fill, so the planned bytes are subtracted
-from the free memory. The filled part of a pool is thus subtracted twice, which errs on the safe side."""
+"""(device, pool bytes) of each live engine. Pools take memory only as they fill, so these bytes are subtracted from the
+free memory. The filled part of a pool is thus subtracted twice, which is safe."""
 _planning = Lock()
 
 

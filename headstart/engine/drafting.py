@@ -204,7 +204,7 @@ class Drafting:
         self.auto.acceptance.record_outcomes(sequence)
 
     def clear(self) -> None:
-        """Drops what drafters know of earlier requests."""
+        """Drops the drafter's texts and statistics of earlier requests."""
         if self.drafter:
             self.drafter.clear()
 

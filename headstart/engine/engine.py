@@ -208,7 +208,8 @@ class Engine:
         return self.synthetic.verify(draft.tokens, tokens, *place)
 
     def _commit(self, span: Span, result: VerifyResult, forward: ForwardOutput, index: int) -> Delta | None:
-        """Appends the tokens of a result up to the end of the text, publishes full blocks; returns what to deliver."""
+        """Appends the tokens of a result up to the end of the text, and publishes full blocks. Returns the Delta to
+        deliver; None if nothing is new."""
         sequence = span.sequence
         prompt_logprobs = self.runner.prompt_logprobs(span, forward, index)
         emitted = self._append(sequence, result)

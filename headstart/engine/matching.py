@@ -11,7 +11,7 @@ from headstart.errors import ModelError
 from headstart.text.tokenizer import Tokenizer
 
 log = logging.getLogger("headstart.engine")
-MAX_UNSHARED = 0.01  # share of tokens that one vocabulary may have and the other lack: added later, or never used
+MAX_UNSHARED = 0.01  # share of tokens that only one of the vocabularies may have: added later, or never used
 MIN_SHARED = 0.1  # share of the trunk's tokens that a PARD model with another tokenizer must have
 
 
@@ -19,7 +19,7 @@ class Matching(NamedTuple):
     """Tokens that trunk and draft model share."""
 
     ids: range | list[int]  # ascending trunk ids
-    rows: list[int] | None  # the draft model's id of each; None: its ids 0, 1, ... in order, all of them
+    rows: list[int] | None  # [shared] the draft model's id of each token; None: all ids of the draft model, 0, 1, ...
     reads: NDArray[np.int64] | None = None  # [V] `own_ids` of a draft model with another vocabulary
 
     def own_ids(self, size: int) -> NDArray[np.int64] | None:

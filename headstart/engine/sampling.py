@@ -58,7 +58,7 @@ def is_plain(sequence: Sequence) -> bool:
 def build_rows(entries: Seq[Entry], *, allowed: Mask | None = None, num_logprobs: int | None = None) -> SamplingRows:
     """SamplingRows of L entries, each in the state after its context and drafted prefix.
 
-    allowed: [L, ceil(V / 32)] token masks, passed on. num_logprobs: for every row, instead of what requests ask for.
+    allowed: [L, ceil(V / 32)] token masks, passed on. num_logprobs: for every row, in place of the requests' numbers.
     """
     constants = _constants(tuple([sequence.row_constants for sequence, _, _ in entries]), num_logprobs)
     bias_indptr, bias_ids, bias_values = _bias(entries, allowed) if constants.has_bias else constants.no_bias

@@ -50,8 +50,8 @@ class WaitingQueue:
         self.add(sequence)
 
     def add(self, sequence: Sequence, *, is_loading: bool = False) -> None:
-        """Adds a sequence to its owner's queue, by arrival; is_loading: it is not eligible yet. An owner who was absent
-        gets no credit for tokens that others were served meanwhile."""
+        """Adds a sequence to the queue of its owner, by arrival. is_loading: the sequence is not eligible yet. An owner
+        without sequences gets no credit for tokens that other owners are served meanwhile."""
         self._count += 1
         if is_loading:
             self._loading.append(sequence)

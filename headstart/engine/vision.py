@@ -22,7 +22,7 @@ MIN_SLOTS = 1024  # of the KV pool, which grows with the images
 
 @dataclass(frozen=True)
 class _Programs:
-    """A tower's prepared programs over a pool of so many slots."""
+    """Prepared programs of a tower over a KV pool of `num_slots` slots."""
 
     num_slots: int = 0
     embed: Handle = None

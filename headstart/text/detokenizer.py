@@ -106,7 +106,7 @@ class StopChecker:
 
 @dataclass
 class TextUpdate:
-    """The text that one delta adds."""
+    """New text of one delta."""
 
     text: str = ""
     num_tokens: int = 0  # tokens of the delta up to the end of a stop string

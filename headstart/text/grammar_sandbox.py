@@ -36,7 +36,7 @@ class CompileSandbox(ChildQueue):
         self._table, self._vocab_size, self._limits = table, vocab_size, limits
 
     def run(self, spec: GrammarSpec) -> int:
-        """Compile a constraint in the sandbox; returns the bytes that it takes compiled. Raises UsageError if it is
+        """Compile a constraint in the sandbox; returns the bytes of the compiled constraint. Raises UsageError if it is
         invalid or too expensive, TooSlowError above the time limit, CapacityError if the process does not start."""
         if not system.CAN_FORK:
             what = f"the {spec.kind} constraint may be too complex, and this system cannot limit its compilation"

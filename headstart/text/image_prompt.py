@@ -19,7 +19,7 @@ MAX_RATIO = 200  # of the sides of an image that keeps its shape
 
 @dataclass(frozen=True, kw_only=True)
 class ImageFormat:
-    """How a family prepares an image, and the tokens that it takes in a prompt."""
+    """How a family prepares an image, and the image's tokens in a prompt."""
 
     image_size: int = 0  # width and height in pixels after resizing; 0: images keep their shape
     is_cut: bool = False  # a larger image is also given as squares of `image_size`, which precede the whole image

@@ -1,4 +1,4 @@
-"""Numbers of tokens that those of the same normalized text share, for memories of n-grams (DeepSeek-V4.1).
+"""Numbers of tokens, shared by tokens of the same normalized text, for memories of n-grams (DeepSeek-V4.1).
 
 Normalized: NFKC, NFD, without accents, lower case, white space as one space, none at the ends. Source: transformers
 `models/deepseek_v41` (0a2080b4), `build_compressed_token_map`.

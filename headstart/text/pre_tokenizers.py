@@ -71,7 +71,8 @@ _CHAMELEON = (
 class PreTokenizer:
     """How a text is split before BPE."""
 
-    patterns: tuple[str, ...]  # each splits the parts of the one before into its matches and the text between them
+    # in order; a pattern splits each part of the text into its matches and the text between them
+    patterns: tuple[str, ...]
     nfc: bool = False  # normalize the text to NFC first
     ignore_merges: bool = False  # a part that is a token stays whole
     add_bos: bool = False  # default of tokenizer.ggml.add_bos_token
