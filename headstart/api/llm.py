@@ -162,22 +162,22 @@ class LLM:
         cache_bytes: int | None = None,
         **options: Any,
     ) -> None:
-        started = time.perf_counter()
+        started_s = time.perf_counter()
         if not isinstance(model, str | os.PathLike | Model | None):
             raise UsageError(f"model is {model!r}", "give a path, a Hub name or an alias")
         if not isinstance(cache_bytes, int | None):
             raise UsageError(f"cache_bytes is {cache_bytes!r}", "give a number of bytes")
-        name = os.fspath(model) if isinstance(model, os.PathLike) else model
+        source = os.fspath(model) if isinstance(model, os.PathLike) else model
         self._by_keyword = config is None or bool(options)  # else options may come from a command line
         with self._named_errors():
             self.config = make_config(config, options)
-            self.model = name if isinstance(name, Model) else load_model(name, self.config, progress)
+            self.model = source if isinstance(source, Model) else load_model(source, self.config, progress)
             self.engine = build_engine(self.model, self.config, cache_bytes)
         self.shared = SharedEngine(self.engine, self._named_errors)
         if self.config.depth == AUTO and self.engine.drafting.drafter:
             self.engine.drafting.auto.costs = known_costs(self.engine, identity(self.model, self.config))
         self.tokenizer = self.model.tokenizer
-        self.load_s = time.perf_counter() - started
+        self.load_s = time.perf_counter() - started_s
         self.chat_template: ChatTemplate | None = self.model.checkpoint.chat_template()
         self.turn_end: tuple[str, ...] = ()  # stop string that ends an answer, from `use_chat_template`
         self.recommended = _recommended(self.model)
@@ -263,7 +263,7 @@ class LLM:
     def method(self) -> str:
         """The drafter's name; "none" without a drafter."""
         self._check_open()
-        return self.engine.drafting.drafter.method if self.engine.drafting.drafter else "none"
+        return self.engine.drafting.method
 
     @property
     def has_chat_template(self) -> bool:
@@ -373,7 +373,7 @@ class LLM:
         self._check_open()
         size, spec = self.model.config.vocab_size, as_grammar(constraint)
         _check_arguments(prompt, params, depth, size, others)
-        seed = next((s for s in (params.seed, self.config.seed) if s is not None), None)
+        seeds = params.seed, self.config.seed
         allowed, stop_ids = params.allowed_token_ids, self._stop_ids(params, is_constrained=spec is not None)
         if lora is None:
             lora = next((name for name, _ in self.config.adapters), "")
@@ -385,7 +385,7 @@ class LLM:
             prompt_ids=tuple(encoded.ids),
             images=encoded.images,
             params=params,
-            seed=secrets.randbits(JSON_SAFE_BITS) if seed is None else seed,
+            seed=next((seed for seed in seeds if seed is not None), secrets.randbits(JSON_SAFE_BITS)),
             stop_ids=stop_ids,
             banned_until_min=stop_ids if params.min_tokens else frozenset(),
             banned=self._banned(params.bad_words),

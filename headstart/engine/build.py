@@ -112,9 +112,8 @@ def change_head(engine: Engine, model: Model, config: EngineConfig) -> None:
     if model.head is None or drafter_type is None or not drafting.has_head:
         raise UsageError("no head drafts here", "start with --drafter auto and --depth auto")
     # a head with its own draft vocabulary (as `adapt` makes them) ignores --draft-vocab N
-    vocabulary = (
-        DraftVocabulary() if model.head.draft_token_ids is not None else reduced_vocabulary(model, config.draft_vocab)
-    )
+    has_own = model.head.draft_token_ids is not None
+    vocabulary = DraftVocabulary() if has_own else reduced_vocabulary(model, config.draft_vocab)
     with runner.replacing():
         new_drafter = drafter_type.attach(_target(model, config, runner, vocabulary, drafting.lookup_corpus))
         for name in ("method", "tap", "max_depth"):

@@ -77,7 +77,7 @@ def find_head(trunk: Model, config: EngineConfig) -> Head | None:
     """The head that the config names, else the native one, else the shipped one of the drafter's kind, else the default
     shipped one."""
     if config.head is not None:
-        return attach_head(trunk, _located(config.head), config.drafter)
+        return attach_head(trunk, _head_path(config.head), config.drafter)
     if config.drafter == DRAFT_MODEL:
         raise UsageError("drafter draft_model needs a second, smaller model", "name it: --head MODEL")
     if native := native_head(trunk.family, trunk.weights, trunk.config):
@@ -86,7 +86,7 @@ def find_head(trunk: Model, config: EngineConfig) -> Head | None:
     return fit_head(trunk, read_head(shipped), shipped) if shipped else None
 
 
-def _located(name: str) -> Path:
+def _head_path(name: str) -> Path:
     """Path of --head: an existing path, a built-in alias, or a Hub repo."""
     path = user_path(name)
     return path if path.exists() or not (hub.is_builtin(name) or hub.is_repo(name)) else hub.resolve_head(name)
@@ -99,16 +99,14 @@ def attach_head(trunk: Model, path: Path, drafter: str = AUTO) -> Head:
     differs.
     """
     if (head := read_if_head(path)) is None:
-        return _of_checkpoint(trunk, open_checkpoint(path), drafter)
+        return _head_of_checkpoint(trunk, open_checkpoint(path), drafter)
     if drafter == DRAFT_MODEL:
         message = f"{path} is a head of kind {head.spec.kind}, not a whole model"
         raise ModelError(message, f"use --drafter {head.spec.kind}, or name a smaller model")
     attached = fit_head(trunk, head, path)
     if head.trunk_fingerprint not in ("", trunk_fingerprint(trunk.weights.tensors)):
-        warning = (
-            "the head %s was trained on other weights (%s): drafts may be wrong, texts are not; see headstart bench"
-        )
-        log.warning(warning, path, head.trunk)
+        text = "the head %s was trained on other weights (%s): drafts may be wrong, texts are not; see headstart bench"
+        log.warning(text, path, head.trunk)
     return attached
 
 
@@ -153,7 +151,7 @@ def native_head(family: Family, weights: Weights, config: DecoderConfig, source:
     return Head(spec, modules, source, lm_heads=lm_heads)
 
 
-def _of_checkpoint(trunk: Model, checkpoint: Checkpoint, drafter: str) -> Head:
+def _head_of_checkpoint(trunk: Model, checkpoint: Checkpoint, drafter: str) -> Head:
     """The native head of another model's file (a target and its drafter are often published separately); the whole
     model as drafter if it has no head or --drafter asks for it."""
     if drafter == DRAFT_MODEL:
@@ -167,14 +165,18 @@ def _of_checkpoint(trunk: Model, checkpoint: Checkpoint, drafter: str) -> Head:
     heads = usable_heads(checkpoint)
     if heads.broken is not None:
         raise heads.broken.as_error(checkpoint.name)
-    if heads.num_modules is not None:
-        config = replace(config, num_mtp=heads.num_modules)
+    config = _with_modules(config, heads.num_modules)
     weights = Weights(canonical_tensors(checkpoint, family, config), trunk.backend, str(path), drafts=True)
     head = native_head(family, weights, config, str(path))
     if head is None:
         message = f"{path} is a {checkpoint.config.get('model_type')} model without an MTP head of its own"
         raise ModelError(message, "for a whole model that drafts: --drafter draft_model")
     return head
+
+
+def _with_modules(config: DecoderConfig, num_modules: int | None) -> DecoderConfig:
+    """The config with this number of MTP modules; None: as many as it declares."""
+    return config if num_modules is None else replace(config, num_mtp=num_modules)
 
 
 def _check_smaller(trunk: Model, checkpoint: Checkpoint) -> None:
@@ -214,11 +216,11 @@ def load_draft_model(trunk: Model, checkpoint: Checkpoint) -> DraftModel:
             names, sizes = (trunk.name, str(path)), (trunk_size, draft_size)
             matching = match(trunk.tokenizer, tokenizer, sizes, names, by_token=block is not None)
         rows = matching.rows if matching else None
-        decoder = loaded.decoder if rows is None else _with_rows(loaded, rows)
+        decoder = loaded.decoder if rows is None else _with_lm_head_rows(loaded, rows)
     heads = usable_heads(checkpoint)
     whole = replace(
         trunk, name=str(path), checkpoint=checkpoint, family=loaded.family, weights=loaded.weights,
-        config=loaded.config if heads.num_modules is None else replace(loaded.config, num_mtp=heads.num_modules),
+        config=_with_modules(loaded.config, heads.num_modules),
         decoder=decoder, tokenizer=tokenizer or trunk.tokenizer, head=None, tower=None, broken_head="",
     )  # fmt: skip
     draft_model = DraftModel(spec=HeadSpec(kind=DRAFT_MODEL, block=block), modules=(), source=str(path), whole=whole)
@@ -249,7 +251,7 @@ def _tokenizer(checkpoint: Checkpoint, *, same_size: bool) -> Tokenizer | None:
         raise
 
 
-def _with_rows(loaded: LoadedDecoder, rows: list[int]) -> Decoder:
+def _with_lm_head_rows(loaded: LoadedDecoder, rows: list[int]) -> Decoder:
     """The decoder with only these rows in its LM head."""
     chosen = raw_lm_head(loaded.weights, loaded.config).take_rows(np.array(rows))
     return replace(loaded.decoder, lm_head=Linear(loaded.weights.take(chosen)))
@@ -283,7 +285,7 @@ def load_model(
         raise UsageError(f"--mmproj: {no_tower}")
     model = Model(
         name=name or hub.DEFAULT_MODEL, checkpoint=checkpoint, family=loaded.family,
-        config=loaded.config if heads.num_modules is None else replace(loaded.config, num_mtp=heads.num_modules),
+        config=_with_modules(loaded.config, heads.num_modules),
         backend=backend, weights=loaded.weights, decoder=loaded.decoder, tokenizer=tokenizer.result(), head=None,
         broken_head=broken, vision=network, no_tower=no_tower,
         tower=ImageProcessor(found.format, tokenizer.result()) if found else None,

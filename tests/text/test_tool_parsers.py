@@ -349,6 +349,14 @@ def test_python_variants() -> None:
     assert check("<|tool_call_start|>[f(a=b)]", "lfm2") == [ToolCall(0, "f"), Arguments(0, '{"a": "b"}')]
 
 
+@pytest.mark.parametrize("word", ["1٢", "-1e999"])
+@pytest.mark.parametrize(("name", "call"), [
+    ("gemma4", "<|tool_call>call:f{{a:{}}}<tool_call|>"), ("lfm2", "<|tool_call_start|>[f(a={})]<|tool_call_end|>"),
+])  # fmt: skip
+def test_a_number_that_json_cannot_hold_is_a_string(name: str, call: str, word: str) -> None:
+    assert calls(check(call.format(word), name)) == [("f", {"a": word})]
+
+
 def object_call(arguments: str) -> str:
     return f'{{"name": "search", "arguments": {arguments}}}'
 

@@ -1,14 +1,11 @@
 """Gemma 4: a name and an object with unquoted keys, whose strings have special tokens in place of quotes."""
 
 import json
-import re
 
-from headstart.text.parsers.stream import MAX_NESTING, SCALAR, EndOfText, Mismatch, Sink, Steps, escape_json
+from headstart.text.parsers.stream import MAX_NESTING, EndOfText, Mismatch, Sink, Steps, escape_json, word_as_json
 from headstart.text.parsers.tools import MarkedToolParser
 
 _END, _QUOTE = "<tool_call|>", '<|"|>'
-_KNOWN = re.compile(r"true|false|null|-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?")
-_PYTHON = {"None": "null", "True": "true", "False": "false"}
 
 
 class Gemma4Parser(MarkedToolParser):
@@ -70,16 +67,13 @@ class Gemma4Parser(MarkedToolParser):
         yield from self._value(sink, depth)
 
     def _scalar_value(self, sink: Sink) -> Steps[None]:
-        parts: list[str] = []
-        yield from self._read_run(SCALAR, parts.append)
-        word = "".join(parts)
+        word = yield from self._read_word()
         if self._is_closed and _QUOTE.startswith(self._text[self._position :]):
             raise EndOfText
-        word = _PYTHON.get(word, word)
         if not word:
             sink("null")
             raise Mismatch
-        sink(word if _KNOWN.fullmatch(word) else json.dumps(word, ensure_ascii=False))
+        sink(word_as_json(word))
 
 
 PARSER = Gemma4Parser

@@ -1,19 +1,8 @@
 """Calls written in Python, `[f(a="b", n=1), g()]`, as the whole answer (Llama 3.2, Llama 4), converted to JSON."""
 
-import json
 import re
 
-from headstart.text.parsers.stream import (
-    CONSTANTS,
-    MAX_NESTING,
-    NUMBER,
-    SCALAR,
-    EndOfText,
-    Mismatch,
-    Sink,
-    Steps,
-    escape_json,
-)
+from headstart.text.parsers.stream import MAX_NESTING, EndOfText, Mismatch, Sink, Steps, escape_json, word_as_json
 from headstart.text.parsers.tools import ToolParser
 
 _CLOSER = {"[": "]", "(": ")", "{": "}"}
@@ -126,16 +115,13 @@ class PythonCallParser(ToolParser):
             return f"\\{kind}{digits}"
 
     def _word(self, sink: Sink) -> Steps[None]:
-        parts: list[str] = []
-        yield from self._read_run(SCALAR, parts.append)
-        word = "".join(parts)
+        word = yield from self._read_word()
         if self._is_closed and self._position == len(self._text):
             raise EndOfText
         if not word:
             sink("null")
             raise Mismatch
-        is_known = word in CONSTANTS or NUMBER.fullmatch(word)
-        sink(CONSTANTS.get(word, word) if is_known else json.dumps(word, ensure_ascii=False))
+        sink(word_as_json(word))
 
 
 class PythonicParser(PythonCallParser):

@@ -16,9 +16,9 @@ from typing import TypeAlias, TypeVar
 _SPACE = re.compile(r"[ \t\r\n]*")
 _IN_STRING = {'"': re.compile(r'["\\\x00-\x1f]'), "'": re.compile(r"""['"\\\x00-\x1f]""")}
 _QUOTES = tuple(_IN_STRING)
-NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?", re.ASCII)
-CONSTANTS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
-SCALAR = re.compile(r"[-+.\w]*")  # a word that may be a number or a constant
+_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][-+]?\d+)?", re.ASCII)
+_CONSTANTS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
+_WORD = re.compile(r"[-+.\w]*")  # a word that may be a number or a constant
 MAX_NESTING = 64
 _CLOSER = {"{": "}", "[": "]"}
 _T = TypeVar("_T")
@@ -250,6 +250,14 @@ def escape_json(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
+def word_as_json(word: str) -> str:
+    """A constant of JSON or Python, or a number, as JSON; any other word as a JSON string."""
+    if word in _CONSTANTS:
+        return _CONSTANTS[word]
+    is_number = _NUMBER.fullmatch(word) and math.isfinite(float(word))
+    return word if is_number else json.dumps(word, ensure_ascii=False)
+
+
 class JsonValueParser(Parser):
     """Steps that read one JSON value and pass its text to a sink.
 
@@ -315,7 +323,7 @@ class JsonValueParser(Parser):
         gap: list[str] = []
         yield from self._read_run(_SPACE, gap.append)
         mark = yield from self._peek()
-        if mark in (*_QUOTES, *opening) or SCALAR.fullmatch(mark):
+        if mark in (*_QUOTES, *opening) or _WORD.fullmatch(mark):
             sink("," + "".join(gap))
 
     def _item(self, sink: Sink, closers: list[str], expected: str) -> Steps[str]:
@@ -360,17 +368,19 @@ class JsonValueParser(Parser):
 
     def _scalar(self, sink: Sink, *, is_key: bool = False) -> Steps[None]:
         """Read a word and pass it on: unchanged if it is JSON, translated if it is Python's, else as a string."""
-        parts: list[str] = []
         yield from self._peek()
-        yield from self._read_run(SCALAR, parts.append)
-        if not (word := "".join(parts)):
+        word = yield from self._read_word()
+        if not word:
             raise Mismatch
-        if not is_key and (word in CONSTANTS or (NUMBER.fullmatch(word) and math.isfinite(float(word)))):
-            sink(CONSTANTS.get(word, word))
-        elif self._is_closed and self._position == len(self._text):  # it may be cut off
-            sink(word)
-        else:
-            sink(json.dumps(word, ensure_ascii=False))
+        written = json.dumps(word, ensure_ascii=False) if is_key else word_as_json(word)
+        is_cut_off = written.startswith('"') and self._is_closed and self._position == len(self._text)
+        sink(word if is_cut_off else written)
+
+    def _read_word(self) -> Steps[str]:
+        """Read a word that may be a number or a constant; an empty text if none follows."""
+        parts: list[str] = []
+        yield from self._read_run(_WORD, parts.append)
+        return "".join(parts)
 
     def _stream_to(self, pattern: re.Pattern[str], sink: Sink) -> Steps[str]:
         """Pass the text before the first match to `sink`; returns the matching character, which stays unread."""
