@@ -106,23 +106,21 @@ def find_sketch(engine: Engine, model: Model, identity: Mapping[str, Any]) -> Sk
     """The sketch that pays, stored or measured now, while the engine is idle; None: the full LM head is better."""
     from headstart.drafters.block import BlockNetwork  # rarely needed: few vocabularies are large enough
 
+    assert model.head
+    exact, block = model.head.lm_head or model.decoder.lm_head, model.head.spec.block
+    batch, rows = min(BATCH, engine.config.max_num_seqs), block.block_size if block else 1
+    known = {**identity, **({"rows": rows} if block else {})}
+    path = hub.record_path("sketches", {**known, "synthetic": engine.synthetic is not None, "batch": batch})
+    hidden, vocab = model.config.hidden_size, model.config.vocab_size
+    builder = _SketchBuilder(model.backend, exact, hidden, vocab, path.with_suffix(".npy"), (rows, rows * batch))
+    with contextlib.suppress(OSError, EOFError, ValueError, KeyError, TypeError):
+        return builder.load(SketchBenchmark(**json.loads(path.read_text())["found"]))
     networks = engine.runner.networks
     handle = next((each for each in networks if isinstance(each.network, HeadNetwork | BlockNetwork)), None)
-    assert model.head
-    exact = model.head.lm_head or model.decoder.lm_head
-    batch, sizes = min(BATCH, engine.config.max_num_seqs), (model.config.hidden_size, model.config.vocab_size)
-    block = model.head.spec.block
-    known = {**identity, **({"rows": block.block_size} if block else {})}
-    path = hub.record_path("sketches", {**known, "synthetic": engine.synthetic is not None, "batch": batch})
-    rows = block.block_size if block else 1
-    builder = _SketchBuilder(model.backend, exact, *sizes, path.with_suffix(".npy"), (rows, rows * batch))
-    with contextlib.suppress(OSError, EOFError, ValueError, KeyError, TypeError):
-        benchmark = SketchBenchmark(**json.loads(path.read_text())["found"])
-        return builder.load(benchmark)
-    text = TEXT_FILE.read_text(encoding="utf-8")
-    tokens = [token for token in model.tokenizer.encode(text, add_special=True) if token < model.config.vocab_size]
     if handle is None:
         return None
+    text = TEXT_FILE.read_text(encoding="utf-8")
+    tokens = [token for token in model.tokenizer.encode(text, add_special=True) if token < vocab]
     try:
         if (states := _states(engine, handle, tokens)) is None or len(states) < MIN_STATES:
             return None
