@@ -327,7 +327,7 @@ class Runner:
                 self.memory.states.fill_head(part.sequence, handle.index, end)
 
     def filled(self, handle: NetworkHandle, sequence: Sequence) -> int:
-        reach, size, begin = self.memory.reaches[handle.index], self.memory.block_size, 0
+        reach, size, begin = self.memory.receptive_fields[handle.index], self.memory.block_size, 0
         if 0 < reach < len(sequence.tokens):
             begin = (len(sequence.tokens) - reach) // size * size
         return max(sequence.filled[handle.index], handle.network.first_position, begin)

@@ -88,7 +88,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @rule(sequence=sequences, depth=st.integers(1, 4), chunk=st.integers(1, 30), reach=st.integers(0, 12))
     def propose(self, sequence: Sequence, depth: int, chunk: int, reach: int) -> None:
-        """The head fills true pairs, in chunks, as far back as it receptive_fields (0: all), then writes guesses after them."""
+        """The head fills true pairs, in chunks, as far back as it reaches (0: all), then writes guesses after them."""
         length = len(sequence.tokens)
         if sequence.num_computed < length - 1 or not self.memory.reserve(sequence, length + depth):
             return
