@@ -66,6 +66,7 @@ class DraftCounts:
     per_position: tuple[int, ...]  # [i]: drafts whose token i was accepted
     drafted_at: tuple[int, ...] | None = None  # [i]: drafts that had a token i; null if a server does not report it
     passes_saved: int = 0  # output tokens minus passes of the model
+    sources: Mapping[str, int] = field(default_factory=dict)  # accepted tokens by drafter; empty for a server
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -98,6 +99,7 @@ class DraftCounts:
             **{name: sum(getattr(part, name) for part in known) for name in SUMMED},
             per_position=tuple(sum_positions(part.per_position for part in known)),
             drafted_at=tuple(sum_positions(tries)) if len(tries) == len(known) else None,
+            sources={name: sum(part.sources.get(name, 0) for part in known) for part in known for name in part.sources},
         )
 
 

@@ -97,6 +97,7 @@ def speculation(stats: DraftStats) -> DraftCounts:
     return DraftCounts(
         drafts=stats.drafts, drafted=stats.drafted, accepted=stats.accepted, per_position=tuple(stats.per_position),
         drafted_at=tuple(stats.drafted_at), passes_saved=stats.emitted - stats.passes,
+        sources=dict(stats.sources),
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from headstart.files import read_regular, write_atomic
 from headstart.params import SamplingParams
 from headstart.stats import synthetic_note
 from headstart.tools.bench import measure, workloads
-from headstart.tools.bench.document import BenchCell, BenchDocument, BenchRow
+from headstart.tools.bench.document import BenchCell, BenchDocument, BenchRow, DraftCounts
 from headstart.tools.bench.summary import checks, rows_of, table_lines
 from headstart.tools.bench.workloads import Task, Workload
 from headstart.tools.options import CHUNKED, BenchFlags
@@ -274,6 +274,9 @@ def _notes(
         yield "no cost: give the machine's price with --price-per-hour"
     if cells and all(cell.joules is None for cell in cells):
         yield "no energy: this machine has no readable energy counter"
+    drafted = DraftCounts.total(cell.speculation for cell in cells if cell.speculation)
+    if drafted and drafted.sources:
+        yield "accepted tokens by drafter: " + ", ".join(f"{name} {count}" for name, count in drafted.sources.items())
     cached = max((row.cached_share or 0.0 for row in rows), default=0.0)
     if options.url is not None and cached > WARM_CACHE:
         yield f"up to {cached:.0%} of the prompt tokens came from the server's prefix cache: {COLD}"

@@ -343,6 +343,10 @@ def test_modes_alternate_and_the_document_can_be_read_back(measured: tuple[Bench
     assert (document.complete, len(document.rows), len(document.cells)) == (True, 12, 24)
     assert not list(folder.glob(".*"))
     assert {check.ok for check in document.checks} == {None}  # ten pairs are needed
+    counts = DraftCounts.total(cell.speculation for cell in document.cells if cell.speculation)
+    assert counts and sum(counts.sources.values()) == counts.accepted
+    by_drafter = ", ".join(f"{name} {count}" for name, count in counts.sources.items())
+    assert f"accepted tokens by drafter: {by_drafter}" in document.notes
 
 
 def test_report_is_one_file_of_valid_plots(measured: tuple[BenchDocument, Path]) -> None:
