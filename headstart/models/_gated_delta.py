@@ -28,7 +28,7 @@ from headstart.models import _qwen_vision, keys
 from headstart.models.base import Family
 from headstart.models.keys import FULL, LINEAR, Config, flag, number
 from headstart.models.mtp import LLAMA_CPP_KEYS, LlamaCppDraft, MTPLayout, XllmDraft
-from headstart.models.names import Names
+from headstart.models.names import ALL_NORMS, Names
 from headstart.models.small import SCRATCH_EXPERTS, Arrays
 
 MAX_FEATURES = 1 << 14
@@ -51,6 +51,13 @@ NAMES = Names(
         **{f"{outer}mtp.{part}.": f"mtp.{{i}}.{ours}." for outer in ("", "model.") for part, ours in MTP_NAMES.items()},
     },
     parts={".mlp.shared_expert.": ".mlp.shared_experts.", ".linear_attn.dt_bias": ".linear_attn.decay_bias"},
+    gguf={
+        "blk.{i}.ssm_a": "layers.{i}.linear_attn.decay_rate",
+        "blk.{i}.ssm_dt.bias": "layers.{i}.linear_attn.decay_bias",
+        "blk.{i}.ssm_conv1d.weight": "layers.{i}.linear_attn.conv1d.weight",
+        "blk.{i}.ssm_ba.weight": "layers.{i}.linear_attn.in_proj_ba.weight",
+        ".self_attn.qkv_proj.": ".linear_attn.in_proj_qkv.",
+    },
 )
 """Names in text models and in the text part of multimodal wrappers. MTP modules share all tensors but their blocks."""
 
@@ -127,8 +134,9 @@ def layer_types(config: Config) -> list[str]:
 
 
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """Family.adapt: adds 1 to norms, splits fused projections, and gives each MTP module the shared tensors."""
-    ours = _from_gguf(tensors, config) if from_gguf else _from_hugging_face(tensors, config)
+    """Family.adapt: splits fused projections, and gives each MTP module the shared tensors. GGUF files have decay rates
+    in place of A_log."""
+    ours = _linear_tensors(tensors, config.mixers(DeltaConfig))
     mixer = _attention(config)
     if mixer.gated:
         for name in [name for name in ours if ".self_attn.q_proj." in name]:
@@ -149,9 +157,9 @@ def _attention(config: DecoderConfig) -> AttentionConfig:
     return config.mtp_layer.mixer
 
 
-def _from_hugging_face(tensors: dict[str, RawTensor], config: DecoderConfig) -> dict[str, RawTensor]:
+def _linear_tensors(tensors: dict[str, RawTensor], linear: Mapping[str, DeltaConfig]) -> dict[str, RawTensor]:
+    """Tensors with those of linear layers in canonical form. linear: `layers.i` -> a linear layer."""
     ours: dict[str, RawTensor] = {}
-    linear = config.mixers(DeltaConfig)
     for name, tensor in tensors.items():
         stem, _, part = name.partition(".linear_attn.")
         if part in JOINED and stem in linear:
@@ -160,29 +168,8 @@ def _from_hugging_face(tensors: dict[str, RawTensor], config: DecoderConfig) -> 
             ours[f"{stem}.linear_attn.decay_rate"] = tensor.exp().affine(-1, 0)
         elif part == "conv1d.weight":
             ours[f"{stem}.linear_attn.conv"] = _taps(tensor)
-        elif not part and PLUS_ONE.search(name):
-            ours[name] = tensor.affine(1, 1)
         else:
             ours[name] = tensor
-    return ours
-
-
-def _from_gguf(tensors: dict[str, RawTensor], config: DecoderConfig) -> dict[str, RawTensor]:
-    """Canonical tensors of a GGUF file, in which 1 + w of norms and the decay rate are already computed."""
-    renamed = {"ssm_a": "decay_rate", "ssm_dt.bias": "decay_bias", "ssm_conv1d.weight": "conv"}
-    ours: dict[str, RawTensor] = {}
-    linear = config.mixers(DeltaConfig)
-    for name, tensor in tensors.items():
-        match = re.fullmatch(r"(?:layers|blk)\.(\d+)\.(.+)", name)
-        if not match or (prefix := f"layers.{match[1]}") not in linear:
-            ours[name] = tensor
-        elif (rest := match[2]) == "ssm_ba.weight":
-            ours |= _split(tensor, f"{prefix}.linear_attn", _ba_rows(linear[prefix]))
-        elif rest in renamed:
-            new = f"{prefix}.linear_attn.{renamed[rest]}"
-            ours[new] = _taps(tensor) if rest.startswith("ssm_conv") else tensor
-        else:
-            ours[f"{prefix}.{rest.replace('self_attn.qkv_proj', 'linear_attn.in_proj_qkv')}"] = tensor
     return ours
 
 
@@ -231,8 +218,8 @@ def _ba_rows(config: DeltaConfig) -> dict[str, NDArray[np.int64]]:
 
 JOINED = {"in_proj_qkvz.weight": _qkvz_rows, "in_proj_ba.weight": _ba_rows}
 """Name of a fused tensor -> function that returns the rows of each projection in it."""
-PLUS_ONE = re.compile(r"norm(_embedding|_hidden)?\.weight$")
-"""Norms outside linear layers, which multiply by 1 + w."""
+SHIFTED_NORMS = re.compile(rf"^(?!.*\.linear_attn\.).*{ALL_NORMS.pattern}")
+"""Norms outside linear layers."""
 
 
 # Canonical tensors -> Hugging Face's.
@@ -249,7 +236,7 @@ def restore(arrays: Arrays, config: DecoderConfig, *, joined: bool) -> Arrays:
             width = config.mixers(DeltaConfig)[stem].conv_width
             theirs[f"{stem}.linear_attn.conv1d.weight"] = array.reshape(width, -1).T[:, None].copy()
         else:
-            theirs[name] = array - 1 if not part and PLUS_ONE.search(name) else array
+            theirs[name] = array
     for name in [name for name in theirs if ".self_attn.gate_proj." in name]:
         query = name.replace("gate_proj", "q_proj")
         heads, rest = _attention(config).spec.num_heads, theirs[query].shape[1:]
@@ -309,7 +296,6 @@ LINEAR_KEYS = (
 )  # fmt: skip
 """Metadata keys of GGUF files for linear layers, without the architecture before them."""
 NEWER: dict[str, Any] = {
-    "norm": "1+w",
     "count_key": "mtp_num_hidden_layers",
     "xllm": XllmDraft(
         architecture="Qwen3_5MtpForCausalLM",
@@ -342,7 +328,8 @@ def family(
     return Family(
         parse=lambda config: parse(config, tiled=bool(tiled) and config.get("model_type") == tiled),
         defaults={**DEFAULTS, **defaults}, harmless={**HARMLESS, **({} if experts else WITHOUT_EXPERTS)}, names=NAMES,
-        head=HeadSpec(beyond="cycle"), mtp=mtp, adapt=adapt, restore=partial(restore, joined=joined), aliases=aliases,
+        shifted_norms=SHIFTED_NORMS, head=HeadSpec(beyond="cycle"), mtp=mtp,
+        adapt=adapt, restore=partial(restore, joined=joined), aliases=aliases,
         vision=_qwen_vision.VISION if not joined else None,
         small={**SMALL, **(SMALL_EXPERTS if experts else {}), **small},
         scratch=SCRATCH_WITH_EXPERTS if experts else SCRATCH,

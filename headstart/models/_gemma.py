@@ -1,6 +1,5 @@
 """Common part of the Gemma families: tensor names (the text part of multimodal wrappers is loaded) and config keys."""
 
-import re
 from collections.abc import Sequence
 
 from headstart.errors import ModelError
@@ -12,9 +11,7 @@ from headstart.models import keys
 from headstart.models.keys import Config
 from headstart.models.names import Names
 from headstart.models.reading import Reading
-from headstart.models.small import Arrays
 
-NORM = re.compile(r"norm(_hidden|_embedding)?\.weight$")
 OUTSIDE = (
     "vision_tower.", "multi_modal_projector.", "embed_vision.", "audio_tower.", "embed_audio.", "vision_embedder.",
 )  # fmt: skip
@@ -47,18 +44,6 @@ HARMLESS = {
     "sliding_window_pattern": "given by layer_types",
     "cache_implementation": "how another program keeps keys and values",
 }  # fmt: skip
-
-
-def plus_one(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """Family.adapt: adds 1 to norm weights, which multiply by 1 + w. GGUF files hold 1 + w already."""
-    if from_gguf:
-        return tensors
-    return {name: each.affine(1, 1) if NORM.search(name) else each for name, each in tensors.items()}
-
-
-def minus_one(arrays: Arrays, config: DecoderConfig) -> Arrays:
-    """Family.restore: inverse of `plus_one`."""
-    return {name: array - 1 if NORM.search(name) else array for name, array in arrays.items()}
 
 
 def one_direction(config: Config, served: object = None) -> None:

@@ -4,7 +4,7 @@ Formulas: transformers 5.24, `models/kimi_linear`, `models/bailing_hybrid`, `mod
 """
 
 import math
-import re
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -16,17 +16,21 @@ from headstart.layers.build import DecoderConfig
 from headstart.layers.kda import KDAConfig
 from headstart.models import keys
 from headstart.models.keys import Config
+from headstart.models.names import GGUF_GATE
 from headstart.models.small import Arrays
 
 LINEAR, FULL = keys.LINEAR, keys.FULL
 MAX_DIM, MAX_TAPS = 256, 16
 GATE = {".self_attn.g_proj.": ".self_attn.gate_proj."}  # part of a name in files -> canonical part
 CONVS = tuple(f"{part}_conv1d.weight" for part in "qkv")
-GGUF = {
-    "linear_attn.in_proj_b.weight": "b_proj.weight", "linear_attn.norm.weight": "o_norm.weight",
-    "ssm_a": "A_log", "ssm_dt.bias": "dt_bias",
-}  # fmt: skip
-"""Names that GGUF files share with other linear layers -> names after `self_attn.`."""
+GGUF: Mapping[str, str] = {
+    **GGUF_GATE,
+    ".linear_attn.in_proj_b.": ".self_attn.b_proj.",
+    ".linear_attn.norm.": ".self_attn.o_norm.",
+    "blk.{i}.ssm_a": "layers.{i}.self_attn.A_log",
+    "blk.{i}.ssm_dt.bias": "layers.{i}.self_attn.dt_bias",
+}
+"""Names.gguf of linear layers."""
 
 
 def mixer(
@@ -99,16 +103,11 @@ def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool)
     ours: dict[str, RawTensor] = {}
     linear = config.mixers(KDAConfig)
     for name, tensor in tensors.items():
-        name = name.replace(".linear_attn.in_proj_z.", ".self_attn.gate_proj.")  # of GGUF files
-        match = re.fullmatch(r"(?:layers|blk)\.(\d+)\.(.+)", name)
-        if not match or (layer := f"layers.{match[1]}") not in linear:
+        layer, _, part = name.partition(".self_attn.")
+        stem = f"{layer}.self_attn"
+        if layer not in linear:
             ours[name] = tensor
-            continue
-        stem, part = f"{layer}.self_attn", match[2].removeprefix("self_attn.")
-        if from_gguf and part in GGUF:
-            part = GGUF[part]
-            name = f"{stem}.{part}"
-        if part == CONVS[0]:
+        elif part == CONVS[0]:
             parts = [tensors.get(name.replace(part, each)) for each in CONVS]
             if joined := _taps(f"{stem}.conv", parts, linear[layer]):
                 ours[joined.name] = joined

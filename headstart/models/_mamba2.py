@@ -5,7 +5,6 @@ llama.cpp's `conversion/mamba.py`.
 """
 
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +23,16 @@ KINDS = {"mamba": MAMBA, "mamba2": MAMBA, "attention": FULL}  # kinds of layers 
 MAX_TAPS, MAX_FEATURES = 16, 1 << 16
 PARTS: Mapping[str, str] = {".conv1d.": ".conv.", ".dt_bias": ".step_bias"}
 """Hugging Face's names in a Mamba2 layer -> canonical names; `adapt` converts `A_log` and `D`."""
+GGUF: Mapping[str, str] = {
+    **{f".linear_attn.{part}.": f".mamba.{part}." for part in ("norm", "out_proj")},
+    **{
+        f"blk.{{i}}.ssm_{theirs}": f"layers.{{i}}.mamba.{ours}"
+        for theirs, ours in (
+            ("in.", "in_proj."), ("conv1d.", "conv."), ("dt.bias", "step_bias"), ("a", "decay_rate"), ("d", "skip")
+        )
+    },
+}  # fmt: skip
+"""Names.gguf of Mamba2 layers."""
 HARMLESS: Mapping[str, str] = {
     **dict.fromkeys(("mamba_chunk_size", "chunk_size"), "the same numbers in pieces"),
     **dict.fromkeys(("mamba_expand", "expand"), "given by the number and size of heads"),
@@ -88,19 +97,10 @@ def kinds(config: Config, declared: object, known: tuple[str, ...] = (MAMBA, FUL
     return named
 
 
-# Files' tensors -> canonical tensors.
-
-_GGUF = {
-    "ssm_in": "in_proj", "ssm_conv1d": "conv", "ssm_dt.bias": "step_bias", "ssm_a": "decay_rate", "ssm_d": "skip",
-}  # fmt: skip
-
-
 def adapt(tensors: Mapping[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """Family.adapt: converts decay rates and renames skips. GGUF files, which hold the rates, need only renaming."""
+    """Family.adapt: turns A_log into decay rates, which GGUF files have, and renames skips."""
     ours: dict[str, RawTensor] = {}
     for name, tensor in tensors.items():
-        if from_gguf:
-            name = _from_gguf(name)
         stem, _, part = name.rpartition(".mamba.")
         if stem and part == "A_log":
             ours[f"{stem}.mamba.decay_rate"] = tensor.exp().affine(-1, 0)
@@ -111,17 +111,6 @@ def adapt(tensors: Mapping[str, RawTensor], config: DecoderConfig, from_gguf: bo
         else:
             ours[name] = tensor
     return ours
-
-
-def _from_gguf(name: str) -> str:
-    name = re.sub(r"\.linear_attn\.(norm|out_proj)\.", r".mamba.\1.", name)
-    match = re.fullmatch(r"blk\.(\d+)\.(ssm_[a-z0-9]+)(.*)", name)
-    if not match:
-        return name
-    layer, stem, end = match.groups()
-    if stem + end in _GGUF:
-        return f"layers.{layer}.mamba.{_GGUF[stem + end]}"
-    return f"layers.{layer}.mamba.{_GGUF[stem]}{end}" if stem in _GGUF else name
 
 
 def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:

@@ -77,12 +77,11 @@ def _kinds(config: Config) -> list[str]:
 
 
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """Family.adapt: GGUF files have the decay rates without their sign, and other names of whole matrices."""
+    """Family.adapt: GGUF files have the decay rates without their sign."""
     ours = _kda.adapt(tensors, config, from_gguf)
-    if not from_gguf:
-        return ours
-    named = ((name.replace(".f_a_proj.", ".f_proj.").replace(".g_a_proj.", ".gate_proj."), ours[name]) for name in ours)
-    return {name: each.affine(-1, 0) if name.endswith(".decay_rate") else each for name, each in named}
+    return {
+        name: each.affine(-1, 0) if from_gguf and name.endswith(".decay_rate") else each for name, each in ours.items()
+    }
 
 
 FAMILY = Family(
@@ -115,6 +114,7 @@ FAMILY = Family(
             ".mlp.gate.expert_bias": ".mlp.gate.e_score_correction_bias",
             ".final_layernorm.": ".shared_head.norm.",
         },
+        gguf={**_kda.GGUF, ".f_a_proj.": ".f_proj.", ".g_a_proj.": ".gate_proj."},
     ),
     adapt=adapt,
     restore=_kda.restore,

@@ -1,8 +1,9 @@
 """`Family`: the declaration of a model family. Each family has a file here, named after its `model_type`."""
 
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from headstart.errors import ModelError
 from headstart.heads.base import BlockSpec, HeadSpec
@@ -73,6 +74,8 @@ class Family:
     variants: tuple[MTPLayout, ...] = ()  # of checkpoints with other modules; the first that serves a config is used
     interleaved_rope: bool = False  # GGUF files store the two elements of a rotary pair (rows of q and k) side by side
     interleaved_files: bool = False  # all files store rotary pairs like that
+    # canonical names of norms whose factor is 1 + w, w the weight in Hugging Face's files; GGUF files have the factor
+    shifted_norms: re.Pattern[str] | None = None
     # (tensors under canonical names, sizes, whether they come from a GGUF file) -> canonical tensors
     adapt: Callable[[dict[str, RawTensor], DecoderConfig, bool], dict[str, RawTensor]] | None = None
     restore: Callable[[Arrays, DecoderConfig], Arrays] | None = None  # the inverse of `adapt` for Hugging Face files
@@ -95,6 +98,15 @@ class Family:
         if strict:
             reading.check({**self.harmless, **beside}, where)
         return sizes
+
+    @property
+    def norm(self) -> Literal["w", "1+w"]:
+        """Factor of RMSNorm, w being the weight in Hugging Face's files."""
+        return "1+w" if self.shifted_norms else "w"
+
+    def is_shifted(self, name: str) -> bool:
+        """Whether `shifted_norms` include a canonical name."""
+        return self.shifted_norms is not None and self.shifted_norms.search(name) is not None
 
     def layout(self, config: Config) -> MTPLayout | None:
         """Where a checkpoint with this config keeps its modules."""
@@ -144,6 +156,7 @@ class Family:
 
     def as_published(self, arrays: Arrays, config: DecoderConfig) -> Arrays:
         """Converts canonical arrays to the names and shapes of Hugging Face's files."""
+        arrays = {name: array - 1 if self.is_shifted(name) else array for name, array in arrays.items()}
         if self.restore:
             arrays = self.restore(arrays, config)
         if self.head and not self.names.of_modules:

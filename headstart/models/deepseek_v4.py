@@ -227,10 +227,6 @@ def experts(config: Config, *, hashed: bool, drafter: bool = False) -> MoEConfig
     )  # fmt: skip
 
 
-GGUF_PARTS = {
-    ".q_a_layernorm.": ".q_a_norm.", ".kv_a_layernorm.": ".kv_norm.", ".indexer.wq_b.": ".indexer.q_b_proj.",
-}  # fmt: skip
-"""Parts of names in GGUF files -> canonical parts."""
 BIAS = ".mlp.gate.e_score_correction_bias"
 UNUSED = re.compile(r".*\.gate\.e_score_correction_bias_vl")  # of images
 
@@ -239,10 +235,7 @@ def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool)
     """Family.adapt: joins an MTP module's two projections, and drops the router's bias in layers whose experts are
     selected by token id."""
     ours: dict[str, RawTensor] = {}
-    for written, tensor in tensors.items():
-        name = written
-        for theirs, own in GGUF_PARTS.items() if from_gguf else ():
-            name = name.replace(theirs, own)
+    for name, tensor in tensors.items():
         if UNUSED.fullmatch(name) or (name.endswith(BIAS) and name.replace(BIAS, ".mlp.gate.table") in tensors):
             continue
         if match := re.fullmatch(r"(mtp\.\d+)\.([eh])_proj\.weight", name):
@@ -311,6 +304,7 @@ NAMES = Names(
         ".hc_attn_": ".mixer_streams.",
         ".hc_ffn_": ".mlp_streams.",
     },
+    gguf={".q_a_layernorm.": ".q_a_norm.", ".kv_a_layernorm.": ".kv_norm.", ".indexer.wq_b.": ".indexer.q_b_proj."},
 )
 SMALL: dict[str, Any] = {
     "head_dim": 16, "intermediate_size": None, "qk_rope_head_dim": 6, "q_lora_rank": 20, "num_key_value_heads": 1,

@@ -96,6 +96,7 @@ FAMILY = Family(
         parts={
             **_mamba2.PARTS, ".feed_forward.": ".mlp.", ".pre_ff_layernorm.": ".post_attention_layernorm.",
         },
+        gguf=_mamba2.GGUF,
     ),
     adapt=adapt,
     restore=_mamba2.restore,

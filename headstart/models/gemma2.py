@@ -10,6 +10,7 @@ from headstart.layers.build import DecoderConfig
 from headstart.models import _gemma, keys
 from headstart.models.base import Family
 from headstart.models.keys import Config, flag, number, real
+from headstart.models.names import ALL_NORMS
 
 LAYERS_27B = 46  # of which llama.cpp knows 27B
 
@@ -33,8 +34,7 @@ def parse(config: Config) -> DecoderConfig:
 FAMILY = Family(
     parse=parse,
     names=_gemma.NAMES,
-    adapt=_gemma.plus_one,
-    restore=_gemma.minus_one,
+    shifted_norms=ALL_NORMS,
     defaults={
         **_gemma.DEFAULTS, "vocab_size": 256000, "num_hidden_layers": 26, "max_position_embeddings": 8192,
         "rope_theta": 10000.0, "query_pre_attn_scalar": 256, "sliding_window": 4096, "final_logit_softcapping": 30.0,

@@ -14,6 +14,7 @@ from headstart.layers.vision import MergerConfig, VisionConfig
 from headstart.models import _clip, _gemma, _siglip, keys
 from headstart.models.base import Family, ProjectorLayout, VisionFamily
 from headstart.models.keys import Config, flag, number
+from headstart.models.names import ALL_NORMS
 from headstart.text.image_prompt import ImageFormat
 
 LAYERS_27B = 62  # of which llama.cpp knows 27B
@@ -89,8 +90,7 @@ FAMILY = Family(
     vision=VisionFamily(read=tower, names=_siglip.NAMES, adapt=adapt_tower, projector=PROJECTOR),
     parse=parse,
     names=_gemma.NAMES,
-    adapt=_gemma.plus_one,
-    restore=_gemma.minus_one,
+    shifted_norms=ALL_NORMS,
     defaults={**_gemma.DEFAULTS, "vocab_size": 262208, "num_hidden_layers": 26, "query_pre_attn_scalar": 256,
         "sliding_window": 4096,},
     harmless=_gemma.HARMLESS,

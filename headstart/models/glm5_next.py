@@ -87,16 +87,10 @@ def _latent_mixer(config: Config) -> MLAConfig:
 
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
     """Family.adapt: the biases of a pool one after another."""
-    ours = {_pooled(name): each for name, each in _kda.adapt(tensors, config, from_gguf).items()}
-    return ours | {
-        name: each.shaped(math.prod(each.shape)) for name, each in ours.items() if name.endswith(".indexer.pool_bias")
+    return {
+        name: each.shaped(math.prod(each.shape)) if name.endswith(".indexer.pool_bias") else each
+        for name, each in _kda.adapt(tensors, config, from_gguf).items()
     }
-
-
-def _pooled(name: str) -> str:
-    """The canonical name of a tensor in a GGUF file."""
-    name = name.replace(".indexer.compressor.gate_proj.weight", ".indexer.pool_gate")
-    return name.replace(".indexer.compressor.position_bias", ".indexer.pool_bias")
 
 
 def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
@@ -142,6 +136,11 @@ FAMILY = Family(
             ".indexer.index_kpool_compress_ape": ".indexer.pool_bias",
             ".hc_attn_": ".mixer_streams.",
             ".hc_ffn_": ".mlp_streams.",
+        },
+        gguf={
+            **_kda.GGUF,
+            ".indexer.compressor.gate_proj.weight": ".indexer.pool_gate",
+            ".indexer.compressor.position_bias": ".indexer.pool_bias",
         },
     ),
     adapt=adapt,

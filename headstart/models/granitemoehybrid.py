@@ -127,6 +127,7 @@ FAMILY = Family(
             ".shared_mlp.input_linear.": ".mlp.shared_experts.gate_up_proj.",
             ".shared_mlp.output_linear.": ".mlp.shared_experts.down_proj.",
         },
+        gguf=_mamba2.GGUF,
     ),
     interleaved_rope=True,
     adapt=adapt,

@@ -11,7 +11,6 @@ from typing import Any
 
 from headstart.errors import ModelError
 from headstart.heads.base import HeadSpec
-from headstart.kernels.ops import RawTensor
 from headstart.kernels.specs import StreamSpec
 from headstart.layers.build import DecoderConfig
 from headstart.layers.mla import MLAConfig
@@ -19,7 +18,7 @@ from headstart.models import _latent, glm_moe_dsa, keys
 from headstart.models.base import Family
 from headstart.models.keys import Config, flag, number, real
 from headstart.models.mtp import MTPLayout
-from headstart.models.names import Names
+from headstart.models.names import GGUF_GATE, Names
 
 SERVED = {
     "enable_ihc": True, "attention_bias": False, "num_key_value_heads": None, "soft_logits_capping": False,
@@ -55,11 +54,6 @@ def limited_activation(config: Config) -> Any:
         what = f"config.json: swiglu_limit is {limit!r} with {keys.activation(config)}"
         raise ModelError(what, f"known: {LIMIT:g} with silu, or 0")
     return "silu_of_10"
-
-
-def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """Family.adapt: llama.cpp's name of gates."""
-    return {name.replace(".linear_attn.in_proj_z.", ".self_attn.gate_proj."): each for name, each in tensors.items()}
 
 
 def _mixer(config: Config) -> MLAConfig:
@@ -103,8 +97,8 @@ FAMILY = Family(
             ".self_attn.learnable_sink_param": ".self_attn.sinks",
             ".self_attn.linear_gate.": ".self_attn.gate_proj.",
         },
+        gguf=GGUF_GATE,
     ),
-    adapt=adapt,
     head=HeadSpec(mask_first=True),
     mtp=MTPLayout(
         title="Hunyuan hy_v4", spare=1, served=1, max_modules=1,

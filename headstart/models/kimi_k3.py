@@ -135,7 +135,7 @@ FAMILY = Family(
             ("media_placeholder_token_id", "image_placeholder", "ignore_index"), "of images, whose tensors are left out"
         ),
     },
-    names=Names({**WRAPPED, "mm_projector.": None}, PARTS),
+    names=Names({**WRAPPED, "mm_projector.": None}, PARTS, gguf=_kda.GGUF),
     adapt=adapt,
     restore=_kda.restore,
     head=HeadSpec(tap="pre_norm", recycle="pre_norm", mask_first=True),

@@ -57,7 +57,7 @@ FAMILY = Family(
         **dict.fromkeys(("rope_theta", "rope_scaling", "max_position_embeddings"), "positions are not rotated"),
         **dict.fromkeys(THEIRS, "another key says it"),
     },
-    names=Names(PREFIXES, SPARSE_BLOCK),
+    names=Names(PREFIXES, SPARSE_BLOCK, gguf=_kda.GGUF),
     adapt=_kda.adapt,
     restore=lambda arrays, config: _kda.restore(arrays, config, shape=(1, 1, -1, 1)),
     aliases=(LLAMA_CPP,),

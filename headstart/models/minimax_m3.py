@@ -16,11 +16,10 @@ from headstart.layers.build import DecoderConfig
 from headstart.layers.indexer import BlockIndexerConfig
 from headstart.layers.mlp import MLPConfig
 from headstart.models import keys
-from headstart.models._gemma import minus_one, plus_one
 from headstart.models.base import Family
 from headstart.models.keys import FULL, Config, number, real
 from headstart.models.mtp import MTPLayout
-from headstart.models.names import SPARSE_BLOCK, WRAPPED, Names
+from headstart.models.names import ALL_NORMS, SPARSE_BLOCK, WRAPPED, Names
 
 LLAMA_CPP = "minimax-m3"
 INDEXED = "minimax_m3_sparse"
@@ -150,11 +149,10 @@ FAMILY = Family(
             **SPARSE_BLOCK,
         },
     ),
-    adapt=plus_one,
-    restore=minus_one,
+    shifted_norms=ALL_NORMS,
     head=HeadSpec(mask_first=True, recycle="pre_norm", beyond="cycle"),
     mtp=MTPLayout(
-        title="MiniMax-M3", norm="1+w", count_key="num_mtp_modules",
+        title="MiniMax-M3", count_key="num_mtp_modules",
         not_xllm="xLLM has no draft of this type", not_llama_cpp="its converter leaves the module out",
     ),
     aliases=("minimax_m3_vl", "minimax_m3_text", "minimax_m3_vl_text", LLAMA_CPP),

@@ -76,7 +76,6 @@ class MTPLayout:
 
     title: str
     key: str = ""  # the family's name in reports; empty: the name of its file
-    norm: Literal["w", "1+w"] = "w"  # RMSNorm multiplies by the stored weight w, or by 1 + w
     count_key: str = "num_nextn_predict_layers"  # the family's config key of the number of modules
     default: int = 0  # number of modules if the config has no such key
     released: int = 0  # modules of released checkpoints whose configs lack the key; copies may have lost them

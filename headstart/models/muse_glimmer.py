@@ -4,14 +4,14 @@ positions; norms of queries and keys without weights, and normed embeddings.
 Formula: transformers 5.24 `models/muse_glimmer`. Norms of layers are 1 + w in files, the final one is not.
 """
 
+import re
+
 from headstart.errors import ModelError
-from headstart.kernels.ops import RawTensor
 from headstart.layers.build import DecoderConfig
 from headstart.models import keys
 from headstart.models.base import Family
 from headstart.models.keys import Config, number, real
-from headstart.models.names import WRAPPED, Names
-from headstart.models.small import Arrays
+from headstart.models.names import GGUF_GATE, WRAPPED, Names
 
 LLAMA_CPP = "muse-glimmer"
 
@@ -55,22 +55,6 @@ def _of_gguf(config: Config) -> Config:
     })  # fmt: skip
 
 
-def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """The norms of layers as factors, which GGUF files have, and llama.cpp's name of gates."""
-    if from_gguf:
-        return {name.replace(".linear_attn.in_proj_z.", ".self_attn.gate_proj."): tensors[name] for name in tensors}
-    return {name: each.affine(1, 1) if _is_shifted(name) else each for name, each in tensors.items()}
-
-
-def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
-    """The way back."""
-    return {name: array - 1 if _is_shifted(name) else array for name, array in arrays.items()}
-
-
-def _is_shifted(name: str) -> bool:
-    return name.startswith("layers.") and name.endswith("norm.weight")
-
-
 OUTSIDE = ("vision_adapter.", "vision_projection.", "vision_model.", "vision_encoder.")
 FAMILY = Family(
     parse=parse,
@@ -83,9 +67,10 @@ FAMILY = Family(
         "hidden_act": "hidden_activation says it",
         **dict.fromkeys(("out_hidden_size", "projector_hidden_size", "projector_hidden_act"), "of images"),
     },
-    names=Names({**WRAPPED, **{f"{outer}{part}": None for outer in ("", "model.") for part in OUTSIDE}}),
-    adapt=adapt,
-    restore=restore,
+    names=Names(
+        {**WRAPPED, **{f"{outer}{part}": None for outer in ("", "model.") for part in OUTSIDE}}, gguf=GGUF_GATE
+    ),
+    shifted_norms=re.compile(r"^layers\..*norm\.weight$"),
     aliases=("muse_glimmer_text", LLAMA_CPP),
     interleaved_rope=True,
     small={

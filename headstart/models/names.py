@@ -53,10 +53,16 @@ SPARSE_BLOCK: Mapping[str, str] = {
     ".block_sparse_moe.experts.{i}.w3.": ".mlp.experts.{i}.up_proj.",
 }
 """Parts of names of experts beside dense MLPs, where experts have Mixtral's names and MLPs Llama's."""
+ALL_NORMS = re.compile(r"norm(_hidden|_embedding)?\.weight$")
+"""Canonical names of all norms, those of MTP modules included."""
+GGUF_GATE: Mapping[str, str] = {".linear_attn.in_proj_z.": ".self_attn.gate_proj."}
+"""llama.cpp has one name for the gate of attention and that of Gated DeltaNet."""
 
 
 Rule = tuple[re.Pattern[str], str | None]
 """(prefix to replace, its replacement; None: the tensor is ignored)."""
+PartRule = tuple[re.Pattern[str], str]
+"""(text to replace anywhere in a name, its replacement)."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +77,8 @@ class Names:
     # published prefix -> canonical prefix; None: the tensor is ignored
     prefixes: Mapping[str, str | None] = field(default_factory=lambda: PREFIXES)
     parts: Mapping[str, str] = field(default_factory=dict)  # published -> canonical text anywhere in a name
+    # text anywhere in a name that formats/gguf_names.py gives a GGUF file's tensor -> canonical text
+    gguf: Mapping[str, str] = field(default_factory=dict)
 
     def canonical(self, name: str) -> str | None:
         """Canonical name of a published tensor, with or without wrapper prefixes; None for a tensor to ignore."""
@@ -79,6 +87,10 @@ class Names:
         name = strip_wrapper(name)
         name = _with_parts(name, self._part_rules)
         return next(_replaced(name, self._prefix_rules), name)
+
+    def of_gguf(self, name: str) -> str:
+        """Canonical name of a GGUF file's tensor. name: as formats/gguf_names.py has it."""
+        return _with_parts(name, self._gguf_rules)
 
     def theirs(self, name: str) -> str:
         """Hugging Face's name of a canonical tensor."""
@@ -98,15 +110,23 @@ class Names:
         return _rules((ours, theirs) for theirs, ours in self.prefixes.items() if ours is not None)
 
     @cached_property
-    def _part_rules(self) -> list[tuple[re.Pattern[str], str]]:
-        return [(_pattern(theirs), ours.replace("{i}", r"\1")) for theirs, ours in self.parts.items()]
+    def _part_rules(self) -> list[PartRule]:
+        return _part_rules(self.parts.items())
 
     @cached_property
-    def _reverse_part_rules(self) -> list[tuple[re.Pattern[str], str]]:
-        return [(_pattern(ours), theirs.replace("{i}", r"\1")) for theirs, ours in self.parts.items()]
+    def _reverse_part_rules(self) -> list[PartRule]:
+        return _part_rules((ours, theirs) for theirs, ours in self.parts.items())
+
+    @cached_property
+    def _gguf_rules(self) -> list[PartRule]:
+        return _part_rules(self.gguf.items())
 
 
-def _with_parts(name: str, parts: Iterable[tuple[re.Pattern[str], str]]) -> str:
+def _part_rules(parts: Iterable[tuple[str, str]]) -> list[PartRule]:
+    return [(_pattern(old), new.replace("{i}", r"\1")) for old, new in parts]
+
+
+def _with_parts(name: str, parts: Iterable[PartRule]) -> str:
     for old, new in parts:
         name = old.sub(new, name)
     return name

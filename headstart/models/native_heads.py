@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -78,6 +78,11 @@ class NativeHeads:
     @property
     def layout(self) -> MTPLayout | None:
         return self.found.layout if self.found else None
+
+    @property
+    def norm(self) -> Literal["w", "1+w"]:
+        """See Family.norm."""
+        return self.found.family.norm if self.found else "w"
 
     @property
     def concat(self) -> str:

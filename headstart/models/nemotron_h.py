@@ -176,6 +176,7 @@ FAMILY = Family(
             "mtp.layers.1.final_layernorm.": "mtp.0.norm.",
         },
         parts=PARTS,
+        gguf=_mamba2.GGUF,
     ),
     head=HeadSpec(),
     mtp=MTPLayout(title="Nemotron-H", max_modules=1, rope="none", llama_cpp=GGUF),

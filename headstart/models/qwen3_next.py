@@ -11,6 +11,6 @@ FAMILY = _gated_delta.family(
     joined=True,
     defaults={"num_key_value_heads": 2, "num_experts_per_tok": 10},
     experts=True,
-    mtp=MTPLayout(title="Qwen3-Next", norm="1+w", released=1, speculators=("qwen3_next",), llama_cpp=("qwen3next",)),
+    mtp=MTPLayout(title="Qwen3-Next", released=1, speculators=("qwen3_next",), llama_cpp=("qwen3next",)),
     small={"model_type": "qwen3_next", "architectures": ["Qwen3NextForCausalLM"]},
 )

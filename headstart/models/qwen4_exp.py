@@ -267,11 +267,12 @@ FAMILY = Family(
              "indexer_compress_ratio"), "used only by memories and indexers"),
     },
     names=NAMES,
+    shifted_norms=_gated_delta.SHIFTED_NORMS,
     adapt=adapt,
     restore=restore,
     head=HeadSpec(tap="streams", recycle="streams", output_norm=False, joint_norm=True),
     mtp=MTPLayout(
-        title="Qwen3.8-Flash-Next", norm="1+w", count_key="mtp_num_hidden_layers", served=1,
+        title="Qwen3.8-Flash-Next", count_key="mtp_num_hidden_layers", served=1,
         llama_cpp=(LLAMA_CPP,), concat="sum", not_xllm="xLLM has no draft of this type",
     ),
     aliases=("qwen4_exp_text", LLAMA_CPP),

@@ -31,7 +31,7 @@ from headstart.models.base import Family
 from headstart.models.joined import grouped_experts
 from headstart.models.keys import DENSE, FULL, SLIDING, SPARSE, Config, flag, number, real
 from headstart.models.mtp import MTPLayout
-from headstart.models.names import WRAPPED, Names
+from headstart.models.names import GGUF_GATE, WRAPPED, Names
 from headstart.models.reading import Reading
 from headstart.models.small import SCRATCH_EXPERTS, Arrays
 
@@ -231,14 +231,12 @@ OWN_HEAD = re.compile(r"layers\.(\d+)\.shared_head\.head\.weight")
 
 
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """Family.adapt: adds 1 to norms of Hugging Face's files, keeps the MTP modules' own LM heads, and renames
-    llama.cpp's gates."""
+    """Family.adapt: keeps the MTP modules' own LM heads."""
     ours = {}
     for name, tensor in tensors.items():
-        name = name.replace(".linear_attn.in_proj_z.", ".self_attn.gate_proj.")
         if match := OWN_HEAD.fullmatch(name):
             name = f"mtp.{int(match[1]) - config.num_layers}.lm_head.weight"
-        ours[name] = tensor.affine(1, 1) if RMS_NORM.search(name) and not from_gguf else tensor
+        ours[name] = tensor
     return ours
 
 
@@ -249,7 +247,7 @@ def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
     for name, array in others.items():
         if match := re.fullmatch(r"mtp\.(\d+)\.lm_head\.weight", name):
             name = f"layers.{config.num_layers + int(match[1])}.shared_head.head.weight"
-        theirs[name] = array - 1 if RMS_NORM.search(name) else array
+        theirs[name] = array
     stacks = ((f"{prefix}.{part}", each) for prefix, parts in experts.items() for part, each in parts.items())
     return theirs | {name: np.stack(each) for name, each in stacks}
 
@@ -301,13 +299,14 @@ FAMILY = Family(
             ".transformer.shared_head.norm.": ".shared_head.norm.",
             ".transformer.shared_head.output.": ".shared_head.head.",
         },
+        gguf=GGUF_GATE,
     ),
+    shifted_norms=RMS_NORM,
     adapt=adapt,
     restore=restore,
     head=HeadSpec(tap="pre_norm", recycle="pre_norm", beyond="cycle"),
     mtp=MTPLayout(
         title="Step-3.5, 3.7, 5",
-        norm="1+w",
         own=("lm_head",),
         per_layer=("layer_types", "rope_theta", "partial_rotary_factors", "use_rope_layers"),
         llama_cpp=(LLAMA_CPP,),

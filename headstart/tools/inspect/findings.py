@@ -164,10 +164,9 @@ def _conventions(subject: Subject) -> Iterator[Finding]:
         return
     if family.note:
         yield warning("method", family.note)
-    folded = subject.checkpoint.format == "gguf" and family.norm == "1+w"
-    if family.norm:
-        text = "RMSNorm multiplies by w: the converter has added the 1" if folded else _NORMS[family.norm]
-        yield note("norm", text)
+    norm = subject.heads.norm
+    folded = subject.checkpoint.format == "gguf" and norm == "1+w"
+    yield note("norm", "RMSNorm multiplies by w: the converter has added the 1" if folded else _NORMS[norm])
     if subject.heads.concat == "h;e":
         yield note("formula", "the hidden state comes first in the head's input, unlike most families")
     if subject.heads.concat == "sum":

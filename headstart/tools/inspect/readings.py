@@ -40,7 +40,7 @@ def mtp_readings(model: Model) -> Iterator[HeadReading]:
     head = model.head
     if head is None or head.spec.kind != "mtp" or not all(isinstance(each, MTPModule) for each in head.modules):
         return
-    spec, layout = head.spec, model.family.mtp
+    spec = head.spec
     if spec.tap in OTHER_TAP:
         first = "embedding" if spec.hidden_first else "hidden state"
         fix = "swap the two halves of the columns of the head's projection"
@@ -50,7 +50,7 @@ def mtp_readings(model: Model) -> Iterator[HeadReading]:
         fix = f"use an engine that gives the head the hidden state {where} the final norm, or train the head again"
         moved = replace(spec, tap=OTHER_TAP[spec.tap])
         yield HeadReading(f"the hidden state {where} the final norm", fix, lambda: replace(head, spec=moved))
-    offset = -1.0 if layout and layout.norm == "1+w" else 1.0
+    offset = -1.0 if model.family.norm == "1+w" else 1.0
     verb = "subtract 1 from" if offset < 0 else "add 1 to"
     yield HeadReading(
         f"norms that multiply by {'w' if offset < 0 else '1 + w'}", f"{verb} all norm weights of the head",

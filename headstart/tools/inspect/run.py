@@ -146,7 +146,7 @@ def describe(checkpoint: Checkpoint, target: Checkpoint | None = None) -> dict[s
     verdict = {
         **state_of(heads, checkpoint).document(), "declared": heads.promised.modules, "declared_by": heads.promised.key,
         "modules": [asdict(module) for module in heads.modules], "extra": heads.extra,
-        "embedding": shared.get("embedding"), "lm_head": shared.get("lm_head"), "norm": layout.norm if layout else None,
+        "embedding": shared.get("embedding"), "lm_head": shared.get("lm_head"), "norm": heads.norm if layout else None,
         "concat": heads.concat if layout else None,
     }  # fmt: skip
     remarks = findings(Subject(checkpoint, weights, heads, shared))
