@@ -74,9 +74,7 @@ def parse(config: Config, *, tiled: bool = False) -> DecoderConfig:
         raise ModelError("config.json: mtp_use_dedicated_embeddings (an embedding of the MTP module) is not supported")
     if config.get("output_gate_type") not in (None, "swish", "silu"):
         raise ModelError(f"config.json: output_gate_type is {config['output_gate_type']!r}", "known: swish")
-    bias = flag(config, "attention_bias")
-    gated = flag(config, "attn_output_gate", True)
-    attention = keys.attention(config, qkv_bias=bias, o_bias=bias, qk_norm=True, gated=gated)
+    attention = gated_attention(config)
     mixers = [delta(config, tiled) if kind == LINEAR else attention for kind in layer_types(config)]
     return keys.decoder(
         config,
@@ -94,6 +92,11 @@ def _feed_forward(config: Config, index: int | None = None) -> FeedForwardConfig
         return keys.mlp(config)
     shared = number(config, "shared_expert_intermediate_size", default=0, least=0)
     return keys.softmax_experts(config, shared=shared)
+
+
+def gated_attention(config: Config) -> AttentionConfig:
+    """The attention of a full layer."""
+    return keys.attention(config, **keys.biases(config), qk_norm=True, gated=flag(config, "attn_output_gate", True))
 
 
 def delta(config: Config, tiled: bool = False) -> DeltaConfig:

@@ -85,9 +85,8 @@ def mlp(config: Reading, index: int) -> MLPConfig:
 
 def attention(config: Reading, window: int, source_layer: int | None, keys_are_values: bool = False) -> AttentionConfig:
     """Attention of Gemma 3n and 4: scores are not scaled; q, k and v are normalized. window: 0 in full layers."""
-    bias = keys.flag(config, "attention_bias")
     return keys.attention(
-        config, scale=1.0, window=window, qkv_bias=bias, o_bias=bias, qk_norm=True, v_norm=True,
+        config, scale=1.0, window=window, **keys.biases(config), qk_norm=True, v_norm=True,
         keys_are_values=keys_are_values, source_layer=source_layer,
     )  # fmt: skip
 

@@ -57,14 +57,11 @@ def read(config: Config, trunk: DecoderConfig, preparation: Config) -> tuple[Vis
     written = config.get("vision_config")
     if not isinstance(written, dict) or config.get("model_type") != "gemma4":
         return None
-    written = {**DEFAULTS, **{key: each for key, each in written.items() if each is not None}}
+    written = keys.filled(written, DEFAULTS)
     text, _ = keys.text_config(config)
     patch, merge = keys.number(written, "patch_size"), keys.number(written, "pooling_kernel_size")
-    sizes = {"patch_size": patch, "pooling_kernel_size": merge, "do_resize": True, "do_rescale": True}
-    for key, only in sizes.items():
-        if preparation.get(key, only) != only:
-            what = f"preprocessor_config.json: {key} is {preparation[key]!r}"
-            raise ModelError(what, f"the vision tower takes {only!r}")
+    needed = {"patch_size": patch, "pooling_kernel_size": merge, "do_resize": True, "do_rescale": True}
+    keys.check_preparation(preparation, needed)
     num_tokens = keys.number(preparation, "max_soft_tokens", default=280)
     plain = {"image_mean": (0.0,) * 3, "image_std": (1.0,) * 3}
     mean, std = keys.image_statistics(preparation if keys.flag(preparation, "do_normalize") else plain)

@@ -12,7 +12,7 @@ from headstart.kernels.specs import IndexSpec
 from headstart.layers.build import DecoderConfig
 from headstart.layers.indexer import IndexerConfig
 from headstart.layers.mla import MLAConfig
-from headstart.layers.rope import rope_spec, scaling_of, yarn_mscale
+from headstart.layers.rope import rope_spec, score_scale
 from headstart.models import keys
 from headstart.models.keys import Config, flag, number
 from headstart.models.small import SCRATCH_EXPERTS
@@ -39,7 +39,7 @@ def mixer(config: Config) -> MLAConfig:
     return MLAConfig(
         num_heads=number(config, "num_attention_heads"), query_rank=number(config, "q_lora_rank", default=0, least=0),
         latent=number(config, "kv_lora_rank"), nope=nope, rotary=rotary, value=number(config, "v_head_dim"), rope=rope,
-        scale=(nope + rotary) ** -0.5 * _temperature(config), interleaved=flag(config, "rope_interleave", True),
+        scale=(nope + rotary) ** -0.5 * score_scale(config), interleaved=flag(config, "rope_interleave", True),
         bias=flag(config, "attention_bias"),
         indexer=_indexer(config, rope) if config.get("index_topk") is not None else None,
     )  # fmt: skip
@@ -55,14 +55,6 @@ def _indexer(config: Config, rope: RopeSpec) -> IndexerConfig:
         raise ModelError(f"config.json: index_head_dim is {dim}, but {rope.rotary_dim} features are rotated")
     spec, interleaved = IndexSpec(heads, dim, number(config, "index_topk")), flag(config, "indexer_rope_interleave")
     return IndexerConfig(spec=spec, rope=rope, interleaved=interleaved)
-
-
-def _temperature(config: Config) -> float:
-    """YaRN's factor on attention scores: the square of mscale, which applies to q and to k."""
-    scaling = scaling_of(config)
-    if scaling["rope_type"] == "default" or not scaling.get("mscale_all_dim"):
-        return 1.0
-    return yarn_mscale(float(scaling["factor"]), float(scaling["mscale_all_dim"])) ** 2
 
 
 HARMLESS = {

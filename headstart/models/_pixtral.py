@@ -53,7 +53,7 @@ def read(config: Config, trunk: DecoderConfig, preparation: Config) -> tuple[Vis
     if not isinstance(written, dict) or config.get("model_type") != "mistral3":
         return None
     keys.refuse_others(config, {"vision_feature_layer": -1})
-    vision = _tower({**DEFAULTS, **{key: each for key, each in written.items() if each is not None}}, config, trunk)
+    vision = _tower(keys.filled(written, DEFAULTS), config, trunk)
     size, (mean, std) = preparation.get("size"), keys.image_statistics(preparation)
     return vision, ImageFormat(
         longest=keys.number(size if isinstance(size, dict) else {}, "longest_edge", default=1024),

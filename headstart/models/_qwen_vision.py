@@ -77,7 +77,7 @@ def read(config: Config, trunk: DecoderConfig, preparation: Config) -> tuple[Vis
     if not any(rope is not None and rope.axes for rope in ropes):
         what = "config.json: mrope_section of the rope must be three numbers, and their sum half the rotated features"
         raise ModelError(what, "without it positions in an image are unknown")
-    vision = _tower({**defaults, **{key: each for key, each in written.items() if each is not None}}, trunk)
+    vision = _tower(keys.filled(written, defaults), trunk)
     return vision, _format({**PREPARATION, **preparation}, vision)
 
 
@@ -124,9 +124,7 @@ def _format(config: dict[str, Any], vision: VisionConfig) -> ImageFormat:
     """How preprocessor_config.json prepares an image."""
     sizes = {"patch_size": vision.patch_size, "merge_size": vision.merge, "temporal_patch_size": vision.frames}
     steps = dict.fromkeys(("do_resize", "do_rescale", "do_normalize"), True)
-    for key, only in {**sizes, **steps}.items():
-        if config.get(key, only) != only:
-            raise ModelError(f"preprocessor_config.json: {key} is {config[key]!r}", f"the vision tower takes {only!r}")
+    keys.check_preparation(config, sizes | steps)
     try:
         low = int(config.get("min_pixels") or config["size"]["shortest_edge"])
         high = int(config.get("max_pixels") or config["size"]["longest_edge"])

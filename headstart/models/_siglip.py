@@ -46,7 +46,7 @@ def tower(
 ) -> VisionConfig:  # fmt: skip
     """The tower of a `vision_config`, whose merger makes tokens of `merge` * `merge` patches (0: `num_tokens` of them)
     of width `out`."""
-    config = {**defaults, **{key: value for key, value in written.items() if value is not None}}
+    config = keys.filled(written, defaults)
     keys.refuse_others(config, {"num_channels": CHANNELS})
     hidden, heads = keys.number(config, "hidden_size"), keys.number(config, "num_attention_heads")
     patch, eps = keys.number(config, "patch_size"), keys.real(config, "layer_norm_eps", 1e-6)

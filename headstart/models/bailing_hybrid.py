@@ -37,7 +37,6 @@ GATES = {None: 0, "head_wise": 1, "element_wise": 2}
 
 
 def parse(config: Config) -> DecoderConfig:
-    config = keys.inside(config, {})
     if config.get("model_type") == LLAMA_CPP:
         config = _kda.of_gguf(config)
         config = keys.inside(config, {key: config.get(name) for key, name in IN_GGUF.items()})
@@ -48,8 +47,7 @@ def parse(config: Config) -> DecoderConfig:
         limits = config.get(key)
         if any(limits) if isinstance(limits, list) else limits:
             raise ModelError(f"config.json: {key} limits activations of experts, which is not supported")
-    if (shared := config.get("num_shared_experts")) is not None:
-        config = config.inside({"n_shared_experts": shared})
+    config = keys.renamed(config, {"n_shared_experts": "num_shared_experts"})
     latent = _latent.mixer(config)
     gate = config.get("gated_attention_proj_granularity_type", "head_wise")
     if gate not in GATES:

@@ -21,13 +21,11 @@ SERVED = {"use_rmsnorm": True, "norm_head": False, "norm_softmax": False, "scori
 
 
 def parse(config: Config) -> DecoderConfig:
-    config = keys.inside(config, {})
     keys.refuse_others(config, SERVED)
     scores = config.get("score_function")
     if config.get("model_type") != LLAMA_CPP and (scores != "sigmoid" or not flag(config, "use_qk_norm", True)):
         raise ModelError(f"config.json: score_function is {scores!r}", "known: 'sigmoid' (Ling 2 and Ring 2)")
-    if (shared := config.get("num_shared_experts")) is not None:
-        config = config.inside({"n_shared_experts": shared})
+    config = keys.renamed(config, {"n_shared_experts": "num_shared_experts"})
     mixer = keys.attention(
         config,
         qkv_bias=flag(config, "use_qkv_bias", flag(config, "attention_bias")),

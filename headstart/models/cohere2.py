@@ -15,14 +15,14 @@ EARLIER = ("cohere", "command-r")
 
 def parse(config: Config) -> DecoderConfig:
     keys.refuse_others(config, {"use_parallel_block": True, "use_gated_activation": True, "rotary_pct": 1.0})
-    bias, eps = flag(config, "attention_bias"), real(config, "layer_norm_eps", 1e-5)
+    eps = real(config, "layer_norm_eps", 1e-5)
     if flag(config, "use_qk_norm"):
         raise ModelError("config.json: use_qk_norm is true: norms with a weight for each head are not supported")
     windows: list[int] = []
     if config["model_type"] not in EARLIER:
         windows = keys.windows_in_turn(config, 4)
     return keys.stack(
-        config, windows=windows, rotated=[window > 0 for window in windows], mixer={"qkv_bias": bias, "o_bias": bias},
+        config, windows=windows, rotated=[window > 0 for window in windows], mixer=keys.biases(config),
         layer={"norms": "parallel", "centered": True, "eps": eps}, logit_scale=real(config, "logit_scale", 0.0625),
         centered=True, eps=eps,
     )  # fmt: skip

@@ -5,7 +5,6 @@ llama.cpp `models/cohere2moe.cpp`. A module without a norm of its own takes the 
 """
 
 from dataclasses import replace
-from typing import Any
 
 from headstart.errors import ModelError
 from headstart.heads.base import HeadSpec
@@ -16,7 +15,7 @@ from headstart.layers.moe import MoEConfig
 from headstart.layers.parts import FeedForwardConfig
 from headstart.models import keys
 from headstart.models.base import Family
-from headstart.models.keys import DENSE, FULL, SLIDING, SPARSE, Config, flag, number, real
+from headstart.models.keys import DENSE, FULL, SLIDING, SPARSE, Config, number, real
 from headstart.models.mtp import MTPLayout
 
 SERVED = {"use_parallel_block": True, "use_gated_activation": True}
@@ -28,7 +27,7 @@ def parse(config: Config) -> DecoderConfig:
     keys.refuse_others(config, SERVED)
     centered = config.get("rms_norm_eps") is None
     eps = real(config, "layer_norm_eps", 1e-5) if centered else real(config, "rms_norm_eps", 1e-5)
-    window, bias = number(config, "sliding_window", default=0, least=0), flag(config, "attention_bias")
+    window = number(config, "sliding_window", default=0, least=0)
     feeds = keys.feed_kinds(config, "first_k_dense_replace")
     prefix = number(config, "prefix_dense_sliding_window_pattern", default=1)
     width = number(config, "prefix_dense_intermediate_size", "intermediate_size")
@@ -36,8 +35,8 @@ def parse(config: Config) -> DecoderConfig:
     parts: dict[str, FeedForwardConfig] = {DENSE: dense, SPARSE: _experts(config)}
 
     def layer(kind: str, feed: str, *, rotated: bool) -> LayerConfig:
-        still: dict[str, Any] = {} if rotated or kind == SLIDING else {"rope": None}
-        mixer = keys.attention(config, window=window if kind == SLIDING else 0, qkv_bias=bias, o_bias=bias, **still)
+        slides = kind == SLIDING
+        mixer = keys.attention(config, window=window if slides else 0, rotated=rotated or slides, **keys.biases(config))
         return keys.layer(config, mixer, parts[feed], norms="parallel", centered=centered, eps=eps)
 
     pairs = zip(_kinds(config, feeds, prefix), feeds, strict=True)

@@ -4,39 +4,33 @@ Formula: transformers `models/exaone_moe`; MTP module: vLLM 0.32 `exaone_moe_mtp
 the attention of `mtp_layer_types`, by default of the first layer.
 """
 
-from typing import Any
-
 from headstart.heads.base import HeadSpec
-from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.models import keys
 from headstart.models.base import Family
-from headstart.models.keys import FULL, SLIDING, Config
+from headstart.models.keys import DENSE, FULL, SLIDING, Config
 from headstart.models.mtp import MTPLayout
 from headstart.models.names import OWN_MODULE, PREFIXES, Names
 
 
 def parse(config: Config) -> DecoderConfig:
-    config = keys.inside(config, {})
-    shared = config.get("num_shared_experts")
-    config = config if shared is None else config.inside({"n_shared_experts": shared})
+    config = keys.renamed(config, {"n_shared_experts": "num_shared_experts"})
     windows = keys.windows_in_turn(config, 4)
-    width = max(windows)
-    mixers = {window: _attention(config, window, any(windows)) for window in {*windows, width}}
-    kinds = config.get("mtp_layer_types") or [SLIDING if windows[0] else FULL]
-    keys.check_kinds(kinds, len(kinds), (FULL, SLIDING))
-    guess = _attention(config, width if kinds[0] == SLIDING else 0, any(windows))
+    module_kinds = config.get("mtp_layer_types") or [SLIDING if windows[0] else FULL]
+    keys.check_kinds(module_kinds, len(module_kinds), (FULL, SLIDING))
+    # If some layers have a window, only those have RoPE.
+    mixers = {
+        window: keys.attention(config, window=window, qk_norm=True, rotated=window > 0 or not any(windows))
+        for window in {0, *windows}
+    }
     dense, experts = keys.mlp(config), keys.sigmoid_experts(config)
     feeds = keys.feed_kinds(config, "first_k_dense_replace", "first_last_k_dense_replace", default=1)
-    parts = ((window, dense if feed == keys.DENSE else experts) for window, feed in zip(windows, feeds, strict=True))
-    layers = [keys.layer(config, mixers[window], part) for window, part in parts]
-    return keys.decoder(config, layers, mtp_layer=keys.layer(config, guess, dense))
-
-
-def _attention(config: Config, window: int, some_slide: bool) -> AttentionConfig:
-    """Attention of one layer. If some layers have a window, only those have RoPE."""
-    still: dict[str, Any] = {"rope": None} if some_slide and not window else {}
-    return keys.attention(config, window=window, qk_norm=True, **still)
+    layers = [
+        keys.layer(config, mixers[window], dense if feed == DENSE else experts)
+        for window, feed in zip(windows, feeds, strict=True)
+    ]
+    module_mixer = mixers[max(windows) if module_kinds[0] == SLIDING else 0]
+    return keys.decoder(config, layers, mtp_layer=keys.layer(config, module_mixer, dense))
 
 
 FAMILY = Family(

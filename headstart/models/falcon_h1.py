@@ -21,9 +21,9 @@ from headstart.models.names import PREFIXES, Names
 
 def parse(config: Config) -> DecoderConfig:
     keys.refuse_others(config, {"mamba_use_mlp": True})
-    bias, inner = flag(config, "attention_bias"), number(config, "intermediate_size")
+    inner = number(config, "intermediate_size")
     activation, eps = keys.activation(config), real(config, "rms_norm_eps", 1e-5)
-    attention = keys.attention(config, qkv_bias=bias, o_bias=flag(config, "attention_out_bias", bias))
+    attention = keys.attention(config, **keys.biases(config, own_output=True))
     # keys are read by scores only, so what multiplies them multiplies these
     scores = replace(attention.spec, scale=attention.spec.scale * real(config, "key_multiplier", 1.0))
     gate, down = _factors(config, "mlp_multipliers", 2)

@@ -9,7 +9,7 @@ import math
 from headstart.layers.build import DecoderConfig
 from headstart.models import _gemma, keys
 from headstart.models.base import Family
-from headstart.models.keys import Config, flag, number, real
+from headstart.models.keys import Config, number, real
 from headstart.models.names import ALL_NORMS
 
 LAYERS_27B = 46  # of which llama.cpp knows 27B
@@ -17,12 +17,11 @@ LAYERS_27B = 46  # of which llama.cpp knows 27B
 
 def parse(config: Config) -> DecoderConfig:
     _gemma.one_direction(config)
-    bias, window = flag(config, "attention_bias"), number(config, "sliding_window", default=4096)
+    window = number(config, "sliding_window", default=4096)
     mixer = {
         "scale": _gemma.score_scalar(config, LAYERS_27B) ** -0.5,
         "softcap": real(config, "attn_logit_softcapping", 0.0),
-        "qkv_bias": bias,
-        "o_bias": bias,
+        **keys.biases(config),
     }
     return keys.stack(
         config, windows=[window if kind == keys.SLIDING else 0 for kind in keys.kinds_in_turn(config, 2)], mixer=mixer,

@@ -13,7 +13,7 @@ from headstart.layers.build import DecoderConfig
 from headstart.layers.vision import MergerConfig, VisionConfig
 from headstart.models import _clip, _gemma, _siglip, keys
 from headstart.models.base import Family, ProjectorLayout, VisionFamily
-from headstart.models.keys import Config, flag, number
+from headstart.models.keys import Config, number
 from headstart.models.names import ALL_NORMS
 from headstart.text.image_prompt import ImageFormat
 
@@ -23,15 +23,13 @@ LAYERS_27B = 62  # of which llama.cpp knows 27B
 def parse(config: Config) -> DecoderConfig:
     config, tied = keys.text_config(config)
     _gemma.one_direction(config)
-    bias = flag(config, "attention_bias")
     kinds, window = keys.kinds_in_turn(config, 6), number(config, "sliding_window", default=0, least=0)
     mixers = {
         kind: keys.attention(
             read,
             scale=_gemma.score_scalar(config, LAYERS_27B) ** -0.5,
             window=window if kind == keys.SLIDING else 0,
-            qkv_bias=bias,
-            o_bias=bias,
+            **keys.biases(config),
             qk_norm=True,
         )
         for kind, read in keys.by_kind(config).items()

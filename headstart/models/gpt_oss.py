@@ -17,7 +17,7 @@ from headstart.layers.moe import MoEConfig
 from headstart.models import keys
 from headstart.models.base import Family
 from headstart.models.joined import alternating, grouped_experts
-from headstart.models.keys import Config, flag, number
+from headstart.models.keys import FULL, SLIDING, Config, number
 from headstart.models.names import PREFIXES, Names
 from headstart.models.small import SCRATCH_EXPERTS, Arrays
 
@@ -30,18 +30,13 @@ YARN = {
 
 def parse(config: Config) -> DecoderConfig:
     keys.refuse_others(config, SERVED)
-    count, bias = keys.num_layers(config), flag(config, "attention_bias", True)
     window = number(config, "sliding_window", default=128)
-    kinds = config.get("layer_types")
-    if kinds is None:
-        kinds = [keys.FULL if i % 2 else keys.SLIDING for i in range(count)]
-    keys.check_kinds(kinds, count, (keys.FULL, keys.SLIDING))
-    out = flag(config, "attention_out_bias", bias)
-    attention = keys.attention(_with_rope(config), qkv_bias=bias, o_bias=out, sinks=True)
-    experts = _experts(config)
+    unlisted = [FULL if i % 2 else SLIDING for i in range(keys.num_layers(config))]
+    attention = keys.attention(_with_rope(config), **keys.biases(config, default=True, own_output=True), sinks=True)
     sliding = replace(attention, spec=replace(attention.spec, window=window))
-    mixers = [sliding if kind == keys.SLIDING else attention for kind in kinds]
-    return keys.decoder(config, [keys.layer(config, mixer, experts) for mixer in mixers])
+    experts, mixers = _experts(config), {FULL: attention, SLIDING: sliding}
+    layers = {kind: keys.layer(config, mixer, experts) for kind, mixer in mixers.items()}
+    return keys.decoder(config, [layers[kind] for kind in keys.layer_kinds(config, (FULL, SLIDING), unlisted)])
 
 
 def _with_rope(config: Config) -> Config:

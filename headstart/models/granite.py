@@ -10,14 +10,10 @@ from headstart.models.keys import Config, flag, real
 
 
 def parse(config: Config) -> DecoderConfig:
-    bias, scaling = flag(config, "attention_bias"), real(config, "logits_scaling", real(config, "logit_scale", 1.0))
+    scaling = real(config, "logits_scaling", real(config, "logit_scale", 1.0))
     return keys.stack(
         config,
-        mixer={
-            "qkv_bias": bias,
-            "o_bias": flag(config, "attention_out_bias", bias),
-            "scale": real(config, "attention_multiplier", 1.0),
-        },
+        mixer={**keys.biases(config, own_output=True), "scale": real(config, "attention_multiplier", 1.0)},
         layer={"residual_scale": real(config, "residual_multiplier", 1.0)},
         feed_forward=keys.mlp(config, bias=flag(config, "mlp_bias")),
         embedding_scale=real(config, "embedding_multiplier", 1.0),

@@ -25,12 +25,12 @@ def parse(config: Config) -> DecoderConfig:
     keys.refuse_others(config, {"normalization_function": "rmsnorm"})
     kinds, kv_heads = _kinds(config)
     config = keys.inside(config, {"num_key_value_heads": kv_heads})
-    bias, eps = flag(config, "attention_bias"), real(config, "rms_norm_eps", 1e-6)
+    eps = real(config, "rms_norm_eps", 1e-6)
     plain = keys.attention(config)  # of heads that are trained on it
-    scale = real(config, "attention_multiplier", 1.0)
-    spec, rope = replace(plain.spec, scale=scale), plain.rope if _rotated(config) else None
-    out = flag(config, "attention_out_bias", bias)
-    attention = replace(plain, spec=spec, rope=rope, qkv_bias=bias, o_bias=out)
+    attention = keys.attention(
+        config, scale=real(config, "attention_multiplier", 1.0), rotated=_rotated(config),
+        **keys.biases(config, own_output=True),
+    )  # fmt: skip
     mixers: dict[str, MixerConfig] = {FULL: attention}
     if MAMBA in kinds:
         mixers[MAMBA] = _mamba2.mixer(config, activation=keys.activation(config), bias=flag(config, "mamba_proj_bias"))

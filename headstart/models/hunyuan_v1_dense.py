@@ -15,9 +15,10 @@ def parse(config: Config) -> DecoderConfig:
     keys.refuse_others(config, {"use_cla": False, "use_mixed_mlp_moe": False, "add_classification_head": False})
     if (experts := number(config, "num_experts", default=1, least=0)) > 1:
         raise ModelError(f"config.json: num_experts is {experts}: Hunyuan with experts is not supported")
-    bias = flag(config, "attention_bias")
-    mixer = {"qkv_bias": bias, "o_bias": bias, "qk_norm": flag(config, "use_qk_norm", True), "qk_norm_after_rope": True}
-    return keys.stack(config, mixer=mixer, feed_forward=keys.mlp(config, bias=flag(config, "mlp_bias")))
+    norms = {"qk_norm": flag(config, "use_qk_norm", True), "qk_norm_after_rope": True}
+    return keys.stack(
+        config, mixer=keys.biases(config) | norms, feed_forward=keys.mlp(config, bias=flag(config, "mlp_bias"))
+    )
 
 
 FAMILY = Family(

@@ -8,25 +8,23 @@ from headstart.heads.base import HeadSpec
 from headstart.layers.build import DecoderConfig
 from headstart.models import keys
 from headstart.models.base import Family
-from headstart.models.keys import Config, flag
+from headstart.models.keys import Config
 from headstart.models.mtp import MTPLayout
 from headstart.models.names import Names
 
 SERVED = {"moe_router_use_sigmoid": True, "moe_router_enable_expert_bias": True, "qk_norm": True, "use_cla": False}
 
+OWN_KEYS = {
+    "n_shared_experts": "num_shared_experts", "norm_topk_prob": "route_norm",
+    "routed_scaling_factor": "router_scaling_factor", "moe_intermediate_size": "expert_hidden_dim",
+}  # fmt: skip
+"""Usual key -> the family's own."""
+
 
 def parse(config: Config) -> DecoderConfig:
-    config = keys.inside(config, {})
     keys.refuse_others(config, SERVED)
-    theirs = {
-        "n_shared_experts": config.get("num_shared_experts"),
-        "norm_topk_prob": config.get("route_norm"),
-        "routed_scaling_factor": config.get("router_scaling_factor"),
-        "moe_intermediate_size": config.get("expert_hidden_dim"),
-    }
-    config = config.inside({key: value for key, value in theirs.items() if value is not None})
-    bias = flag(config, "attention_bias")
-    mixer = keys.attention(config, qkv_bias=bias, o_bias=bias, qk_norm=True)
+    config = keys.renamed(config, OWN_KEYS)
+    mixer = keys.attention(config, **keys.biases(config), qk_norm=True)
     sparse = keys.layer(config, mixer, keys.sigmoid_experts(config))
     return keys.decoder(config, keys.dense_or_sparse(config, mixer, sparse), mtp_layer=sparse)
 

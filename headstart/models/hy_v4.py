@@ -18,16 +18,14 @@ from headstart.models import _latent, glm_moe_dsa, keys
 from headstart.models.base import Family
 from headstart.models.keys import Config, flag, number, real
 from headstart.models.mtp import MTPLayout
-from headstart.models.names import GGUF_GATE, Names
+from headstart.models.names import GGUF_GATE, Names, module_names
 
-SERVED = {
-    "enable_ihc": True, "attention_bias": False, "num_key_value_heads": None, "soft_logits_capping": False,
-}  # fmt: skip
+SERVED = {"enable_ihc": True, "attention_bias": False, "soft_logits_capping": False}
 LIMIT = 10.0
 
 
 def parse(config: Config) -> DecoderConfig:
-    keys.refuse_others(config, {key: only for key, only in SERVED.items() if only is not None})
+    keys.refuse_others(config, SERVED)
     if (kinds := config.get("layer_types")) is not None:
         keys.check_kinds(kinds, keys.num_layers(config), ("indexed_attention",))
     count = number(config, "hc_mult", default=4)
@@ -83,11 +81,7 @@ FAMILY = Family(
     names=Names(
         {
             "model.": "", "lm_head.": "lm_head.", "model.hc_head.hc_head_": "streams.",
-            "model.hc_head.hc_": "streams.", "model.mtp_layers.{i}.": "mtp.{i}.block.",
-            "model.mtp_layers.{i}.enorm.": "mtp.{i}.norm_embedding.",
-            "model.mtp_layers.{i}.hnorm.": "mtp.{i}.norm_hidden.",
-            "model.mtp_layers.{i}.eh_proj.": "mtp.{i}.projection.",
-            "model.mtp_layers.{i}.final_layernorm.": "mtp.{i}.norm.",
+            "model.hc_head.hc_": "streams.", **module_names("model.mtp_layers.{i}."),
         },
         parts={
             ".hc_attn_layer.hc_pre.hc_": ".mixer_streams.",

@@ -71,6 +71,28 @@ def refuse_others(config: Config, served: Mapping[str, Any]) -> None:
             raise ModelError(f"config.json: {key} is {config[key]!r}, which is not supported", f"known: {only!r}")
 
 
+def renamed(config: Config, names: Mapping[str, str]) -> Reading:
+    """The config with values under the usual keys. names: usual key -> the family's own, which takes precedence."""
+    return inside(config, {key: config[own] for key, own in names.items() if config.get(own) is not None})
+
+
+def filled(written: Config, defaults: Config) -> dict[str, Any]:
+    """`written` with `defaults` for keys that are absent or null."""
+    return {**defaults, **{key: value for key, value in written.items() if value is not None}}
+
+
+def check_preparation(preparation: Config, needed: Mapping[str, Any]) -> None:
+    """Raises ModelError if preprocessor_config.json has another value than the vision tower needs. needed: key ->
+    value."""
+    for key, only in needed.items():
+        if preparation.get(key, only) != only:
+            what = f"preprocessor_config.json: {key} is {preparation[key]!r}"
+            raise ModelError(what, f"the vision tower takes {only!r}")
+
+
+CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+
+
 def image_statistics(preparation: Config) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Mean and deviation of red, green and blue in preprocessor_config.json; by default CLIP's."""
     usual = {"image_mean": CLIP_MEAN, "image_std": CLIP_STD}
@@ -90,10 +112,10 @@ def refuse_gguf(config: Config, name: str) -> None:
 
 def attention(
     config: Config, *, scale: float | None = None, window: int = 0, softcap: float = 0.0, value_dim: int = 0,
-    chunk: int = 0, **switches: Any,
+    chunk: int = 0, rotated: bool = True, **switches: Any,
 ) -> AttentionConfig:  # fmt: skip
-    """Grouped-query attention with rotary positions; `scale` (None: 1 / sqrt(head_dim)), `window`, `softcap`,
-    `value_dim` and `chunk` as in AttentionSpec, `switches`: other fields of AttentionConfig."""
+    """Grouped-query attention. scale (None: 1 / sqrt(head_dim)), window, softcap, value_dim and chunk: as in
+    AttentionSpec; rotated: whether it has RoPE; switches: other fields of AttentionConfig."""
     heads = number(config, "num_attention_heads")
     kv_heads = number(config, "num_key_value_heads", default=heads)
     head_dim = number(config, "head_dim", default=number(config, "hidden_size") // heads)
@@ -102,10 +124,15 @@ def attention(
     spec = AttentionSpec(
         heads, kv_heads, head_dim, scale or head_dim**-0.5, value_dim, window=window, softcap=softcap, chunk=chunk
     )
-    return AttentionConfig(**{"spec": spec, "rope": rope_spec(config, head_dim), **switches})
+    rope = rope_spec(config, head_dim)
+    return AttentionConfig(spec=spec, rope=rope if rotated else None, **switches)
 
 
-CLIP_MEAN, CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+def biases(config: Config, *, default: bool = False, own_output: bool = False) -> dict[str, bool]:
+    """`qkv_bias` and `o_bias` of AttentionConfig from `attention_bias`; default: its value where it is absent.
+    own_output: for the output projection `attention_out_bias` takes precedence."""
+    bias = flag(config, "attention_bias", default)
+    return {"qkv_bias": bias, "o_bias": flag(config, "attention_out_bias", bias) if own_output else bias}
 
 
 def windows(config: Config) -> list[int]:
@@ -115,10 +142,8 @@ def windows(config: Config) -> list[int]:
     written = number(config, "sliding_window", default=0, least=0)  # unused in most files
     window = written if flag(config, "use_sliding_window") else 0
     first = number(config, "max_window_layers", default=0, least=0)
-    kinds = config.get("layer_types")
-    if kinds is None:
-        kinds = [SLIDING if window and i >= first else FULL for i in range(count)]
-    check_kinds(kinds, count, (FULL, SLIDING) if window else (FULL,))
+    unlisted = [SLIDING if window and i >= first else FULL for i in range(count)]
+    kinds = layer_kinds(config, (FULL, SLIDING) if window else (FULL,), unlisted)
     return [window if kind == SLIDING else 0 for kind in kinds]
 
 
@@ -145,7 +170,7 @@ ROPES: Mapping[str, str] = {FULL: "rope_theta", SLIDING: "rope_local_base_freq"}
 """Kind of layer -> config key of its RoPE base."""
 
 
-def by_kind(config: Reading, bases: Mapping[str, str] = ROPES) -> dict[str, Reading]:
+def by_kind(config: Config, bases: Mapping[str, str] = ROPES) -> dict[str, Reading]:
     """Kind of layer -> the config with the RoPE keys of that kind. Source: `rope_parameters` by kind (transformers 5),
     or in older files `rope_scaling`, which is for full layers only. bases: kind -> key of its RoPE base."""
     written = config.get("rope_parameters")
@@ -155,7 +180,7 @@ def by_kind(config: Reading, bases: Mapping[str, str] = ROPES) -> dict[str, Read
     if unknown := sorted(set(ropes) - set(bases)):
         raise ModelError(f"config.json: rope_parameters has {unknown[0]!r}", f"known are layers of {', '.join(bases)}")
     return {
-        kind: config.inside({"rope_parameters": ropes.get(kind), "rope_scaling": None, "rope_theta": config.get(base)})
+        kind: inside(config, {"rope_parameters": ropes.get(kind), "rope_scaling": None, "rope_theta": config.get(base)})
         for kind, base in bases.items()
     }
 
@@ -169,6 +194,15 @@ def windows_in_turn(config: Config, every: int = 1) -> list[int]:
     written = config.get("layer_types") is not None or bool(config.get("sliding_window_pattern"))
     kinds = kinds_in_turn(config, every) if written or every > 1 else [SLIDING] * count
     return [window if kind == SLIDING else 0 for kind in kinds]
+
+
+def layer_kinds(config: Config, known: Sequence[str], unlisted: Sequence[str]) -> list[str]:
+    """Kind of each layer, from `layer_types`; without that key `unlisted`. Raises ModelError for kinds that are not in
+    `known`."""
+    kinds = config.get("layer_types")
+    kinds = [*unlisted] if kinds is None else kinds
+    check_kinds(kinds, num_layers(config), known)
+    return list(kinds)
 
 
 def check_kinds(kinds: object, count: int, known: Sequence[str]) -> None:
@@ -230,9 +264,9 @@ def stack(
 
     def one(index: int) -> LayerConfig:
         window = windows[index] if windows else 0
-        still: dict[str, Any] = {} if not rotated or rotated[index] else {"rope": None}
         read = config if windowed is None or not window else windowed
-        return _layer(config, attention(read, window=window, **mixer, **still), feed, **layer)
+        attending = attention(read, window=window, rotated=not rotated or rotated[index], **mixer)
+        return _layer(config, attending, feed, **layer)
 
     return decoder(config, [one(index) for index in range(num_layers(config))], **more)
 

@@ -10,13 +10,11 @@ from headstart.models.names import WRAPPED, Names
 
 def parse(config: Config) -> DecoderConfig:
     config, tied = keys.text_config(config)
-    bias = flag(config, "attention_bias")
     keys.refuse_others(config, dict.fromkeys(("rope_interleaved", "qk_layer_norms", "use_resampler"), False))
-    mixer = keys.attention(config, qkv_bias=bias, o_bias=keys.flag(config, "attention_out_bias", bias))
     feed: FeedForwardConfig = keys.mlp(config, bias=flag(config, "mlp_bias"))
     if number(config, "num_experts", default=0, least=0):  # llama.cpp calls Mixtral so
         feed = keys.softmax_experts(config, inner=number(config, "intermediate_size"))
-    return keys.decoder(config, [keys.layer(config, mixer, feed)] * keys.num_layers(config), tied=tied)
+    return keys.stack(config, mixer=keys.biases(config, own_output=True), feed_forward=feed, tied=tied)
 
 
 FAMILY = Family(

@@ -29,10 +29,8 @@ WITHOUT_NORM = 128
 def parse(config: Config) -> DecoderConfig:
     config, tied = keys.text_config(config)
     rotated = keys.rotated_layers(config, config.get("no_rope_layers") or None)
-    count = len(rotated)
-    kinds = config.get("layer_types") or [CHUNKED if each else FULL for each in rotated]
-    keys.check_kinds(kinds, count, (CHUNKED, FULL))
-    sparse = _sparse(config, count)
+    kinds = keys.layer_kinds(config, (CHUNKED, FULL), [CHUNKED if each else FULL for each in rotated])
+    sparse = _sparse(config, len(rotated))
     written = config.get("moe_intermediate_size")  # a GGUF file's
     if written:
         keys.refuse_others(config, {"sliding_window": None})  # 0: no chunks
@@ -57,9 +55,8 @@ def _sparse(config: Config, count: int) -> list[bool]:
 
 
 def _attention(config: Config, kind: str, rotated: bool, *, normed: bool) -> AttentionConfig:
-    bias = flag(config, "attention_bias")
     chunk = number(config, "attention_chunk_size", default=8192) if kind == CHUNKED else 0
-    mixer = keys.attention(config, chunk=chunk, qkv_bias=bias, o_bias=bias)
+    mixer = keys.attention(config, chunk=chunk, **keys.biases(config))
     if rotated:
         return replace(mixer, qk_norm=normed, qk_norm_after_rope=True, qk_norm_unweighted=True)
     every, strength = number(config, "floor_scale", default=8192), real(config, "attn_scale", 0.1)

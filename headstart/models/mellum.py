@@ -8,31 +8,28 @@ from headstart.heads.base import HeadSpec
 from headstart.layers.build import DecoderConfig
 from headstart.models import keys
 from headstart.models.base import Family
-from headstart.models.keys import DENSE, FULL, SLIDING, SPARSE, Config, flag, number
+from headstart.models.keys import DENSE, FULL, SLIDING, SPARSE, Config, number
 from headstart.models.mtp import MTPLayout
 from headstart.models.names import OWN_MODULE, PREFIXES, Names
 
 
 def parse(config: Config) -> DecoderConfig:
-    config = keys.inside(config, {})
-    bias, ropes = flag(config, "attention_bias"), keys.by_kind(config)
+    ropes = keys.by_kind(config)
     window = number(config, "sliding_window", default=0, least=0)
     mixers = {
-        kind: keys.attention(
-            ropes[kind], window=window if kind == SLIDING else 0, qkv_bias=bias, o_bias=bias, qk_norm=True
-        )
+        kind: keys.attention(ropes[kind], window=window if kind == SLIDING else 0, **keys.biases(config), qk_norm=True)
         for kind in (FULL, SLIDING)
     }
-    parts = {SPARSE: keys.softmax_experts(config)}
-    feeds = keys.feed_kinds(config)
-    count = keys.num_mtp(config)
-    guessed = config.get("mtp_layer_types") or [SLIDING]
-    guessed_feeds = config.get("mtp_mlp_layer_types") or [SPARSE]
-    keys.check_kinds(guessed, max(count, 1), (FULL, SLIDING))
-    keys.check_kinds(guessed_feeds, max(count, 1), (DENSE, SPARSE))
+    num_modules = max(keys.num_mtp(config), 1)
+    module_kinds = config.get("mtp_layer_types") or [SLIDING]
+    module_feeds = config.get("mtp_mlp_layer_types") or [SPARSE]
+    keys.check_kinds(module_kinds, num_modules, (FULL, SLIDING))
+    keys.check_kinds(module_feeds, num_modules, (DENSE, SPARSE))
+    kinds, feeds = [*keys.kinds_in_turn(config, 1), module_kinds[0]], [*keys.feed_kinds(config), module_feeds[0]]
+    experts = keys.softmax_experts(config)
     layers = [
-        keys.layer(config, mixers[kind], parts.get(feed) or keys.mlp(config))
-        for kind, feed in zip([*keys.kinds_in_turn(config, 1), guessed[0]], [*feeds, guessed_feeds[0]], strict=True)
+        keys.layer(config, mixers[kind], experts if feed == SPARSE else keys.mlp(config))
+        for kind, feed in zip(kinds, feeds, strict=True)
     ]
     return keys.decoder(ropes[FULL], layers[:-1], mtp_layer=layers[-1])
 

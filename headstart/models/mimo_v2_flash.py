@@ -15,7 +15,7 @@ from headstart.models import keys
 from headstart.models.base import Family
 from headstart.models.keys import FULL, SLIDING, SPARSE, Config, flag, number, real
 from headstart.models.mtp import MTPLayout
-from headstart.models.names import PREFIXES, Names
+from headstart.models.names import PREFIXES, Names, module_names
 from headstart.models.reading import Reading
 from headstart.models.small import SCRATCH_EXPERTS
 
@@ -26,7 +26,6 @@ HEADS = ("num_attention_heads", "num_key_value_heads", "head_dim", "v_head_dim")
 
 
 def parse(config: Config) -> DecoderConfig:
-    config = keys.inside(config, {})
     keys.refuse_others(config, {**SINKS, "attention_projection_layout": "split"})
     kinds, feeds = _kinds(config), keys.feed_kinds(keys.with_feed_kinds(config), default=1)
     gguf = config.get("model_type") == LLAMA_CPP
@@ -35,7 +34,7 @@ def parse(config: Config) -> DecoderConfig:
     mixers = {kind: _attention(ropes[kind], kind, index) for kind, index in firsts.items()}
     more = {"eps": real(config, "layernorm_epsilon", real(config, "rms_norm_eps", 1e-5))}
     dense = keys.mlp(config)
-    experts = keys.sigmoid_experts(config.inside({"moe_layer_freq": 1})) if SPARSE in feeds else dense
+    experts = keys.sigmoid_experts(keys.inside(config, {"moe_layer_freq": 1})) if SPARSE in feeds else dense
     layers = [
         keys.layer(config, mixers[kind], experts if feed == SPARSE else dense, **more)
         for kind, feed in zip(kinds, feeds, strict=True)
@@ -80,16 +79,11 @@ def _attention(config: Reading, kind: str, index: int) -> AttentionConfig:
     )  # fmt: skip
 
 
-MODULE = "model.mtp.layers.{i}."
 NAMES = Names(
     {
         **PREFIXES,
-        f"{MODULE}enorm.": "mtp.{i}.norm_embedding.",
-        f"{MODULE}hnorm.": "mtp.{i}.norm_hidden.",
-        f"{MODULE}eh_proj.": "mtp.{i}.projection.",
-        f"{MODULE}final_layernorm.": "mtp.{i}.norm.",
-        f"{MODULE}pre_mlp_layernorm.": "mtp.{i}.block.post_attention_layernorm.",
-        MODULE: "mtp.{i}.block.",
+        **module_names("model.mtp.layers.{i}."),
+        "model.mtp.layers.{i}.pre_mlp_layernorm.": "mtp.{i}.block.post_attention_layernorm.",
     },
     parts={".self_attn.attention_sink_bias": ".self_attn.sinks"},
 )

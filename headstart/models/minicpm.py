@@ -9,17 +9,17 @@ from math import sqrt
 from headstart.layers.build import DecoderConfig
 from headstart.models import keys
 from headstart.models.base import Family
-from headstart.models.keys import Config, flag, number, real
+from headstart.models.keys import Config, number, real
 
 
 def parse(config: Config) -> DecoderConfig:
     keys.refuse_others(config, {"num_experts": 0, "sparse_config": None})
-    hidden, bias = number(config, "hidden_size"), flag(config, "attention_bias")
+    hidden = number(config, "hidden_size")
     depth = real(config, "scale_depth", sqrt(keys.num_layers(config)))
     narrower = hidden / number(config, "dim_model_base", default=hidden)
     return keys.stack(
         config,
-        mixer={"qkv_bias": bias, "o_bias": flag(config, "attention_out_bias", bias)},
+        mixer=keys.biases(config, own_output=True),
         layer={"residual_scale": real(config, "residual_multiplier", depth / sqrt(keys.num_layers(config)))},
         embedding_scale=real(config, "embedding_multiplier", real(config, "scale_emb", 1.0)),
         logit_scale=1 / real(config, "logit_scale", narrower),

@@ -19,7 +19,7 @@ from headstart.models import keys
 from headstart.models.base import Family
 from headstart.models.keys import FULL, Config, number, real
 from headstart.models.mtp import MTPLayout
-from headstart.models.names import ALL_NORMS, SPARSE_BLOCK, WRAPPED, Names
+from headstart.models.names import ALL_NORMS, SPARSE_BLOCK, WRAPPED, Names, module_names
 
 LLAMA_CPP = "minimax-m3"
 INDEXED = "minimax_m3_sparse"
@@ -112,7 +112,6 @@ def _indexer(config: Config, mixer: AttentionConfig) -> BlockIndexerConfig:
 
 
 INDEX_PARTS = ("q_proj", "k_proj", "q_norm", "k_norm")
-MODULE = "model.mtp.layers.{i}."
 FAMILY = Family(
     parse=parse,
     defaults={
@@ -137,11 +136,7 @@ FAMILY = Family(
         {
             **WRAPPED,
             **dict.fromkeys(("patch_merge_mlp.", "model.patch_merge_mlp."), None),
-            f"{MODULE}enorm.": "mtp.{i}.norm_embedding.",
-            f"{MODULE}hnorm.": "mtp.{i}.norm_hidden.",
-            f"{MODULE}eh_proj.": "mtp.{i}.projection.",
-            f"{MODULE}final_layernorm.": "mtp.{i}.norm.",
-            f"{MODULE}transformer_layer.": "mtp.{i}.block.",
+            **module_names("model.mtp.layers.{i}.", block="transformer_layer."),
         },
         parts={
             **{f".self_attn.index_{part}.": f".self_attn.indexer.{part}." for part in INDEX_PARTS},

@@ -22,10 +22,8 @@ def parse(config: Config) -> DecoderConfig:
     if gguf:
         config = _of_gguf(config)
     count, window = keys.num_layers(config), number(config, "sliding_window", default=2048)
-    kinds = config.get("layer_types")
-    if kinds is None:
-        kinds = [keys.SLIDING if (count - 1 - i) % 4 else keys.FULL for i in range(count)]
-    keys.check_kinds(kinds, count, (keys.FULL, keys.SLIDING))
+    unlisted = [keys.SLIDING if (count - 1 - i) % 4 else keys.FULL for i in range(count)]
+    kinds = keys.layer_kinds(config, (keys.FULL, keys.SLIDING), unlisted)
     thetas = config.get("layer_rope_theta")
     if thetas is None:
         thetas = [(count - 1 - i) % 4 for i in range(count)]

@@ -24,15 +24,25 @@ WRAPPED: Mapping[str, str | None] = {
     ),
 }
 """Prefixes in text models and in the text part of multimodal models."""
+
+
+def module_names(prefix: str, *, norm: str = "final_layernorm.", block: str = "") -> dict[str, str]:
+    """Prefixes of MTP modules with DeepSeek's names below `prefix`, which has {i}. norm: name of the final norm; block:
+    that of the decoder layer."""
+    return {
+        f"{prefix}enorm.": "mtp.{i}.norm_embedding.",
+        f"{prefix}hnorm.": "mtp.{i}.norm_hidden.",
+        f"{prefix}eh_proj.": "mtp.{i}.projection.",
+        f"{prefix}{norm}": "mtp.{i}.norm.",
+        f"{prefix}{block}": "mtp.{i}.block.",
+    }
+
+
 TRAILING: Mapping[str, str | None] = {
-    "layers.{i}.enorm.": "mtp.{i}.norm_embedding.",
-    "layers.{i}.hnorm.": "mtp.{i}.norm_hidden.",
-    "layers.{i}.eh_proj.": "mtp.{i}.projection.",
-    "layers.{i}.shared_head.norm.": "mtp.{i}.norm.",
+    **module_names("layers.{i}.", norm="shared_head.norm."),
     "layers.{i}.shared_head.head.": None,  # copies of the trunk's tensors
     "layers.{i}.embed_tokens.": None,
     "layers.{i}.streams.": "mtp.{i}.streams.",
-    "layers.{i}.": "mtp.{i}.block.",
 }
 """Names of MTP modules that are the layers after the trunk's (DeepSeek's names); {i} is 0 for the first of them."""
 

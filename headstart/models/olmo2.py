@@ -7,14 +7,14 @@ scaled. Formula: transformers `models/olmo2`, `models/olmo3`.
 from headstart.layers.build import DecoderConfig
 from headstart.models import keys
 from headstart.models.base import Family
-from headstart.models.keys import Config, flag
+from headstart.models.keys import Config
 
 WINDOWED = "olmo3"
 
 
 def parse(config: Config) -> DecoderConfig:
     config, _ = keys.text_config(config)
-    bias, windows = flag(config, "attention_bias"), [0] * keys.num_layers(config)
+    windows = [0] * keys.num_layers(config)
     if config["model_type"] == WINDOWED or config.get("sliding_window_pattern") is not None:
         windows = keys.windows_in_turn(config, 4)
     declared = config.get("rope_parameters")
@@ -23,7 +23,7 @@ def parse(config: Config) -> DecoderConfig:
     full = config.inside({"rope_parameters": ropes[keys.FULL]}) if any(ropes.values()) else config
     return keys.stack(
         full, windows=windows, windowed=config.inside({"rope_parameters": ropes[keys.SLIDING], "rope_scaling": None}),
-        mixer={"qkv_bias": bias, "o_bias": bias, "qk_norm": True, "qk_norm_over_heads": True}, layer={"norms": "post"},
+        mixer={**keys.biases(config), "qk_norm": True, "qk_norm_over_heads": True}, layer={"norms": "post"},
     )  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from headstart.layers.build import DecoderConfig
 from headstart.models import keys
 from headstart.models.base import Family
-from headstart.models.keys import Config, flag, number
+from headstart.models.keys import FULL, SLIDING, Config, flag, number
 from headstart.models.names import PREFIXES, Names
 
 SHARED = "shared_expert_intermediate_size"
@@ -30,12 +30,10 @@ def _windows(config: Config) -> list[int]:
     window (transformers 5.23)."""
     window = number(config, "sliding_window", default=0, least=0) if flag(config, "use_sliding_window") else 0
     first = number(config, "max_window_layers", default=0, least=0)
-    kinds = config.get("layer_types")
-    if kinds is None:
-        slides = [window > 0 and i % 2 == 0 and i < first for i in range(keys.num_layers(config))]
-        kinds = [keys.SLIDING if each else keys.FULL for each in slides]
-    keys.check_kinds(kinds, keys.num_layers(config), (keys.FULL, keys.SLIDING) if window else (keys.FULL,))
-    return [window if kind == keys.SLIDING else 0 for kind in kinds]
+    slides = [window > 0 and i % 2 == 0 and i < first for i in range(keys.num_layers(config))]
+    unlisted = [SLIDING if each else FULL for each in slides]
+    kinds = keys.layer_kinds(config, (FULL, SLIDING) if window else (FULL,), unlisted)
+    return [window if kind == SLIDING else 0 for kind in kinds]
 
 
 FAMILY = Family(

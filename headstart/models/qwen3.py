@@ -6,15 +6,14 @@ Formula: transformers `models/qwen3`, `models/qwen3_vl`: for text all axes of th
 from headstart.layers.build import DecoderConfig
 from headstart.models import _qwen_vision, keys, qwen2
 from headstart.models.base import Family
-from headstart.models.keys import Config, flag
+from headstart.models.keys import Config
 from headstart.models.names import WRAPPED, Names
 
 
 def parse(config: Config) -> DecoderConfig:
     config, tied = keys.text_config(config)
-    bias = flag(config, "attention_bias")
-    same = {"qkv_bias": bias, "o_bias": bias, "qk_norm": True}
-    mixers = [keys.attention(config, window=window, **same) for window in keys.windows(config)]
+    biases = keys.biases(config)
+    mixers = [keys.attention(config, window=window, qk_norm=True, **biases) for window in keys.windows(config)]
     return keys.decoder(config, [keys.layer(config, mixer, keys.mlp(config)) for mixer in mixers], tied=tied)
 
 

@@ -12,19 +12,17 @@ from headstart.models.keys import Config, flag, number
 from headstart.models.names import WRAPPED, Names
 from headstart.models.small import SCRATCH_EXPERTS
 
-SEEING = ("qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3vlmoe")
+VISION_TYPES = ("qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3vlmoe")
 
 
 def parse(config: Config) -> DecoderConfig:
     kind = config.get("model_type")
     config, tied = keys.text_config(config)
-    bias = flag(config, "attention_bias")
     window = number(config, "sliding_window", default=0, least=0) if flag(config, "use_sliding_window") else 0
-    mixer = keys.attention(config, window=window, qkv_bias=bias, o_bias=bias, qk_norm=True)
-    experts = keys.softmax_experts(keys.inside(config, {"norm_topk_prob": True}) if kind in SEEING else config)
-    layers = []
-    for i in range(keys.num_layers(config)):
-        layers.append(keys.layer(config, mixer, experts if keys.has_experts(config, i) else keys.mlp(config)))
+    mixer = keys.attention(config, window=window, qk_norm=True, **keys.biases(config))
+    experts = keys.softmax_experts(keys.inside(config, {"norm_topk_prob": True}) if kind in VISION_TYPES else config)
+    sparse = [keys.has_experts(config, i) for i in range(keys.num_layers(config))]
+    layers = [keys.layer(config, mixer, experts if each else keys.mlp(config)) for each in sparse]
     return keys.decoder(config, layers, tied=tied)
 
 
@@ -44,7 +42,7 @@ FAMILY = Family(
     names=Names(WRAPPED),
     adapt=transposed_experts,
     vision=_qwen_vision.VISION,
-    aliases=("qwen3moe", *SEEING),
+    aliases=("qwen3moe", *VISION_TYPES),
     small={
         "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 16, "rope_theta": 1e6,
         "moe_intermediate_size": 24, "num_experts": 7, "num_experts_per_tok": 3, "norm_topk_prob": True,

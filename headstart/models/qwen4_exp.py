@@ -25,7 +25,7 @@ from headstart.layers.indexer import BlockIndexerConfig
 from headstart.layers.ngram import NGramMemoryConfig, hash_factors, primes_from
 from headstart.models import _gated_delta, keys
 from headstart.models.base import Family
-from headstart.models.keys import FULL, LINEAR, Config, flag, number, real
+from headstart.models.keys import FULL, LINEAR, Config, number, real
 from headstart.models.mtp import MTPLayout
 from headstart.models.names import Names
 from headstart.models.small import Arrays
@@ -47,10 +47,7 @@ def parse(config: Config) -> DecoderConfig:
         keys.refuse_others(module, {"hybrid": True, "layer_types": [FULL], "num_hidden_layers": 1, "rope_theta": theta})
     if not isinstance(gate := config.get("output_gate_type") or config.get("hidden_act"), str) or gate not in GATES:
         raise ModelError(f"config.json: output_gate_type is {gate!r}", f"known: {', '.join(GATES)}")
-    bias = flag(config, "attention_bias")
-    attention = keys.attention(
-        config, qkv_bias=bias, o_bias=bias, qk_norm=True, gated=flag(config, "attn_output_gate", True)
-    )
+    attention = _gated_delta.gated_attention(config)
     attention = replace(attention, indexer=_indexer(config, attention))
     delta = replace(_gated_delta.delta(config, tiled=gguf), sigmoid_gate=GATES[gate])
     streams = StreamSpec(

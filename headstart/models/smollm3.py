@@ -3,8 +3,6 @@
 Formula: transformers 5.23 `models/smollm3`. GGUF files do not say which layers; llama.cpp takes every fourth.
 """
 
-from dataclasses import replace
-
 from headstart.layers.build import DecoderConfig
 from headstart.models import keys
 from headstart.models.base import Family
@@ -12,15 +10,13 @@ from headstart.models.keys import Config, flag
 
 
 def parse(config: Config) -> DecoderConfig:
-    bias, count = flag(config, "attention_bias"), keys.num_layers(config)
     if (kinds := config.get("layer_types")) is not None:
-        keys.check_kinds(kinds, count, (keys.FULL,))
-    mixer = keys.attention(config, qkv_bias=bias, o_bias=flag(config, "attention_out_bias", bias))
-    mlp = keys.mlp(config, bias=flag(config, "mlp_bias"))
-    turned = keys.layer(config, mixer, mlp)
-    plain = keys.layer(config, replace(mixer, rope=None), mlp)
-    rotated = keys.rotated_layers(config, config.get("no_rope_layers"))
-    return keys.decoder(config, [turned if each else plain for each in rotated], mtp_layer=turned)
+        keys.check_kinds(kinds, keys.num_layers(config), (keys.FULL,))
+    mixer, feed = keys.biases(config, own_output=True), keys.mlp(config, bias=flag(config, "mlp_bias"))
+    return keys.stack(
+        config, rotated=keys.rotated_layers(config, config.get("no_rope_layers")), mixer=mixer, feed_forward=feed,
+        mtp_layer=keys.layer(config, keys.attention(config, **mixer), feed),
+    )  # fmt: skip
 
 
 FAMILY = Family(

@@ -202,10 +202,9 @@ def _attention(config: Reading, kind: str, index: int) -> AttentionConfig:
         own |= {"num_key_value_heads": other["num_attention_groups"]} if other.get("num_attention_groups") else {}
     if other.get("head_dim", config.get("head_dim")) != config.get("head_dim"):
         raise ModelError(f"config.json: attention_other_setting has heads of {other['head_dim']}, others are as wide")
-    bias = flag(config, "attention_bias")
     mixer = keys.attention(
         config.inside(own), scale=number(config, "query_pre_attn_scalar", default=number(config, "head_dim")) ** -0.5,
-        window=number(config, "sliding_window") if kind == SLIDING else 0, qkv_bias=bias, o_bias=bias, qk_norm=True,
+        window=number(config, "sliding_window") if kind == SLIDING else 0, **keys.biases(config), qk_norm=True,
         gated=True, gate_per_head=True,
     )  # fmt: skip
     return replace(mixer, indexer=_indexer(config, mixer.spec.num_kv_heads) if kind == FULL else None)
