@@ -15,9 +15,10 @@ from headstart.errors import ModelError
 from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, RawTensor, StepInputs, Weight
 from headstart.kernels.specs import StateSpec
 from headstart.layers.attention import Attention
-from headstart.layers.decoder import DecoderLayer, LayerConfig, Tap, join_pools, tap_width
+from headstart.layers.decoder import DecoderLayer, LayerConfig, Tap, tap_width
 from headstart.layers.linear import Linear, LMHead, scale
 from headstart.layers.network import NetworkProgram, Pools
+from headstart.layers.parts import join_pools
 
 FIRST_PAIR_POSITION = 1  # the pair (h_p, t_{p+1}) lives at position p + 1, so pair 0 is at 1
 STATES = "states"  # program whose output `states` is the input of the LM head

@@ -21,8 +21,9 @@ from headstart.heads.base import HeadSpec
 from headstart.heads.kind import HeadCheckpoint, HeadKind, build_further, further_shapes, plain_block
 from headstart.heads.published import DeclaredShapes, Document, DrafterFormat, Present, block_shapes
 from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, StepInputs
-from headstart.layers.decoder import DecoderLayer, split_pools
+from headstart.layers.decoder import DecoderLayer
 from headstart.layers.linear import Linear
+from headstart.layers.parts import split_pools
 from headstart.layers.weights import Shapes, Weights
 
 COPIES = ("embed_tokens.weight", "lm_head.weight")  # copies of the trunk's tensors, which are not read

@@ -55,9 +55,10 @@ from headstart.heads.published import (
 )
 from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, StepInputs, Weight
 from headstart.layers.build import DecoderConfig
-from headstart.layers.decoder import DecoderLayer, split_pools, tapped_layers
+from headstart.layers.decoder import DecoderLayer, tapped_layers
 from headstart.layers.linear import Linear
 from headstart.layers.norm import RMSNorm
+from headstart.layers.parts import split_pools
 from headstart.layers.weights import Shapes, Weights
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"

@@ -30,7 +30,7 @@ from headstart.kernels.specs import CompressSpec, IndexSpec, RopeSpec
 from headstart.layers.costs import MixerCost
 from headstart.layers.linear import Linear
 from headstart.layers.norm import RMSNorm
-from headstart.layers.parts import Mixer, MixerConfig
+from headstart.layers.parts import Mixer, MixerConfig, split_pools
 from headstart.layers.weights import Shapes, Weights
 
 
@@ -54,7 +54,7 @@ class CompressorConfig:
         return Compressor(
             values=weights.linear(f"{name}.kv_proj", width, in_features),
             gates=weights.linear(f"{name}.gate_proj", width, in_features) if self.gated else None,
-            bias=weights.take(bias) if bias else weights.constant(f"{size} zeros", np.zeros(size)),
+            bias=weights.take(bias) if bias else weights.zeros(size),
             norm=weights.norm(f"{name}.kv_norm", spec.dim, eps),
             spec=spec,
             rope=replace(self.rope, shift=spec.every - 1),
@@ -138,7 +138,7 @@ class CompressedConfig(MixerConfig):
 
     def pools(self, pool: Pool) -> dict[str, Pool]:
         """The pools of a mixer's argument `pool` by name, those of the source layer included."""
-        own = pool if isinstance(pool, tuple) else (pool,)
+        own = split_pools(pool)
         if self.source_layer is None:
             return dict(zip(self.pool_specs, own, strict=False))  # those of a memory may follow
         return replace(self, source_layer=None).pools(own[1]) | {"window": own[0]}

@@ -34,16 +34,6 @@ def tap_width(tap: Tap | None, hidden_size: int, num_streams: int = 1) -> int:
     return hidden_size * (num_streams if tap == "streams" else max(len(tapped_layers(tap)), 1))
 
 
-def join_pools(pools: Seq[Pool]) -> Pool:
-    """The `pool` argument of a mixer or a module: its only pool, or a tuple of its pools."""
-    return pools[0] if len(pools) == 1 else tuple(pools)
-
-
-def split_pools(pool: Pool) -> tuple[Pool, ...]:
-    """The pools that `join_pools` joined, for a module of layers with one each."""
-    return pool if isinstance(pool, tuple) else (pool,)
-
-
 def tapped_layers(tap: Tap) -> tuple[int, ...]:
     """Indices of the layers whose inputs are tapped; empty for a final state."""
     return tap if isinstance(tap, tuple) else ()
@@ -249,7 +239,7 @@ class DecoderLayer:
             begin = len(self.mixer.kv_specs) + len(self.mixer.state_specs)
             end = begin + len(self.memory.state_specs)
             streams = self.memory(ops, streams, state.token_ids, pool[begin:end])
-            pool = join_pools(pool[:begin] + pool[end:])
+            pool = parts.join_pools(pool[:begin] + pool[end:])
         x, weights = around_mixer.collapse(ops, streams, before)
         mixed = self.mixer(ops, self.input_norm(ops, x), positions, pool)
         streams = around_mixer.distribute(ops, streams, mixed, weights)
@@ -310,7 +300,7 @@ class Decoder:
             if (source := mixer.config.source_layer) is not None:
                 assert source < len(pools), "the source layer comes first"
                 own.append(pools[source])
-            pools.append(join_pools(own))
+            pools.append(parts.join_pools(own))
         return pools
 
 

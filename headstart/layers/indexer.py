@@ -67,10 +67,7 @@ class IndexerConfig:
         if self.pooled:
             gate = Linear(weights.take(weights.raw(f"{name}.pool_gate", (dim, in_features)).take_rows(order)))
             size = spec.every * dim
-            if self.pool_bias:
-                bias = weights.get(f"{name}.pool_bias", size)
-            else:
-                bias = weights.constant(f"{size} zeros", np.zeros(size))
+            bias = weights.get(f"{name}.pool_bias", size) if self.pool_bias else weights.zeros(size)
         query, key = (
             weights.raw(f"{name}.wq_b.weight", (heads * dim, rank)),
             weights.raw(f"{name}.wk.weight", (dim, in_features)),
@@ -170,8 +167,8 @@ class BlockIndexerConfig:
             key=weights.linear(f"{name}.k_proj", dim, in_features),
             query_norm=weights.norm(f"{name}.q_norm", dim, eps),
             key_norm=weights.norm(f"{name}.k_norm", dim, eps),
-            zeros=weights.constant(f"{self.spec.every * dim} zeros", np.zeros(self.spec.every * dim)),
-            ones=weights.constant(f"{self.spec.num_heads} ones", np.ones(self.spec.num_heads)),
+            zeros=weights.zeros(self.spec.every * dim),
+            ones=weights.ones(self.spec.num_heads),
             config=self,
         )
 

@@ -52,8 +52,7 @@ class Mamba2Config(MixerConfig):
 
     def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, in_features: int) -> "Mamba2":
         """See MixerConfig.build. Steps are never quantized: errors would accumulate over a whole text."""
-        name, scan, width = f"{prefix}.mamba", self.scan, self.conv_width
-        taps = weights.raw(f"{name}.conv.weight", (scan.channels, 1, width), (scan.channels, width))
+        name, scan = f"{prefix}.mamba", self.scan
         matrix = weights.raw(f"{name}.in_proj.weight", (self.rows, in_features))
         bias = weights.raw(f"{name}.in_proj.bias", (self.rows,)) if self.bias else None
         ends = np.cumsum([0, *self._parts])
@@ -68,7 +67,7 @@ class Mamba2Config(MixerConfig):
             z_proj=z,
             xbc_projs=tuple(xbc),
             dt_proj=dt,
-            taps=weights.take(taps.shaped(scan.channels, width).transposed().shaped(width * scan.channels)),
+            taps=weights.taps(f"{name}.conv.weight", self.conv),
             conv_bias=weights.get(f"{name}.conv.bias", scan.channels) if self.conv_bias else None,
             decay_rate=weights.get(f"{name}.decay_rate", scan.num_heads),
             step_bias=weights.get(f"{name}.step_bias", scan.num_heads),

@@ -24,7 +24,7 @@ from headstart.layers.mamba2 import Mamba2, Mamba2Config
 from headstart.layers.mlp import MLPConfig
 from headstart.layers.moe import MoEConfig, read_experts
 from headstart.layers.norm import RMSNorm
-from headstart.layers.parts import FeedForward, Mixer, MixerConfig
+from headstart.layers.parts import FeedForward, Mixer, MixerConfig, split_pools
 from headstart.layers.weights import Shapes, Weights
 
 
@@ -80,7 +80,7 @@ class ParallelMixers(Mixer):
 
     def __call__(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> Buffer:
         """`pool`: the KV pool, then the pools of Mamba2; in training the first alone."""
-        kv, *states = pool if isinstance(pool, tuple) else (pool,)
+        kv, *states = split_pools(pool)
         scanned = self.mamba(ops, x, positions, tuple(states) or None)
         attended = self.attention(ops, scale(ops, x, self.config.attention_in), positions, kv)
         return ops.add(scale(ops, attended, self.config.attention_out), scale(ops, scanned, self.config.mamba_out))

@@ -1,6 +1,7 @@
 """Interfaces of a layer's parts (mixer, feed-forward part, post block) and of the configs that build them."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -8,6 +9,16 @@ from headstart.kernels.ops import AttentionSpec, Buffer, KVSpec, Ops, Pool
 from headstart.kernels.specs import CompressSpec, ConvSpec, DeltaSpec, IndexSpec, StateSpec
 from headstart.layers.costs import NO_EXPERTS, MixerCost, RoutedExperts
 from headstart.layers.weights import Shapes, Weights
+
+
+def join_pools(pools: Sequence[Pool]) -> Pool:
+    """The `pool` argument of a mixer or a module: its only pool, or a tuple of its pools."""
+    return pools[0] if len(pools) == 1 else tuple(pools)
+
+
+def split_pools(pool: Pool) -> tuple[Pool, ...]:
+    """The pools that `join_pools` joined."""
+    return pool if isinstance(pool, tuple) else (pool,)
 
 
 class MixerConfig:

@@ -37,10 +37,8 @@ class Convolution:
 
 
 def build_convolution(weights: Weights, name: str, spec: ConvSpec) -> Convolution:
-    """Builds it from `{name}.weight` [channels, 1, width]."""
-    channels, width = spec.channels, spec.width
-    raw = weights.raw(f"{name}.weight", (channels, 1, width), (channels, width))
-    return Convolution(weights.take(raw.shaped(channels, width).transposed().shaped(channels * width)), spec)
+    """Builds it from `{name}.weight` [channels, (1,) width]."""
+    return Convolution(weights.taps(f"{name}.weight", spec), spec)
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
-
 from headstart.kernels.ops import Buffer, Ops, Pool, Weight
 from headstart.kernels.specs import StreamSpec
 from headstart.layers.decoder import DecoderLayer, ForwardState, LayerConfig
@@ -57,8 +55,8 @@ def build_mixture(weights: Weights, name: str, hidden: int, eps: float, count: i
         norm=weights.norm(f"{name}_norm", hidden, eps),
         score=weights.get(f"{name}_proj.weight", 1, hidden, precise=True),
         spec=StreamSpec(count, 0, 0.0, softmax=True),
-        base=weights.constant(f"{count} zeros", np.zeros(count)),
-        scale=weights.constant("a one", np.ones(1)),
+        base=weights.zeros(count),
+        scale=weights.ones(1),
     )
 
 

@@ -121,6 +121,14 @@ def rope_base(rope: RopeSpec) -> float:
     return (first / second) ** (rope.rotary_dim / 2) if second else 1e4
 
 
+def score_scale(config: Mapping[str, Any]) -> float:
+    """YaRN's factor on scores of latent attention: the square of mscale, which applies to q and to k."""
+    scaling = scaling_of(config)
+    if scaling["rope_type"] == "default" or not scaling.get("mscale_all_dim"):
+        return 1.0
+    return _mscale(float(scaling["factor"]), float(scaling["mscale_all_dim"])) ** 2
+
+
 def max_rope_length(config: Mapping[str, Any], length: int) -> int:
     """Positions for which the frequencies are valid; `length`: max_position_embeddings."""
     scaling = scaling_of(config)
@@ -206,11 +214,11 @@ def _yarn_scale(scaling: Mapping[str, Any], factor: float) -> float:
     if scaling.get("attention_factor") is not None:
         return _number(scaling, "attention_factor")
     if scaling.get("mscale") and scaling.get("mscale_all_dim"):
-        return yarn_mscale(factor, _number(scaling, "mscale")) / yarn_mscale(factor, _number(scaling, "mscale_all_dim"))
-    return yarn_mscale(factor, 1.0) * _number(scaling, "attn_factor", 1.0)
+        return _mscale(factor, _number(scaling, "mscale")) / _mscale(factor, _number(scaling, "mscale_all_dim"))
+    return _mscale(factor, 1.0) * _number(scaling, "attn_factor", 1.0)
 
 
-def yarn_mscale(factor: float, weight: float) -> float:
+def _mscale(factor: float, weight: float) -> float:
     """YaRN's attention temperature for a context `factor` times as long: 0.1 weight ln(factor) + 1."""
     return 0.1 * weight * exact.log(factor) + 1 if factor > 1 else 1.0
 

@@ -36,13 +36,12 @@ class ShortConvConfig(MixerConfig):
 
     def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, in_features: int) -> "ShortConv":
         """See MixerConfig.build."""
-        name, width = f"{prefix}.conv", self.conv_width
+        name = f"{prefix}.conv"
         three = weights.raw(f"{name}.in_proj.weight", (3 * hidden, in_features))
         b, c, x = (Linear(weights.take(three.take_rows(np.arange(hidden) + i * hidden))) for i in range(3))
-        taps = weights.raw(f"{name}.conv.weight", (hidden, 1, width), (hidden, width))
         return ShortConv(
             b_proj=b, c_proj=c, x_proj=x,
-            taps=weights.take(taps.shaped(hidden, width).transposed().shaped(hidden * width)),
+            taps=weights.taps(f"{name}.conv.weight", self.conv),
             out_proj=weights.linear(f"{name}.out_proj", hidden, hidden), config=self,
         )  # fmt: skip
 

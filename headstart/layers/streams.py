@@ -150,7 +150,7 @@ def _build_gated(weights: Weights, prefix: str, wide: int, spec: StreamSpec, eps
         spec=spec, norm=GroupedRMSNorm(weights.get(f"{prefix}.hc_norm.weight", wide), eps, count),
         down=weights.linear(f"{prefix}.{DOWN}", spec.gate_rank, wide),
         up=weights.linear(f"{prefix}.{UP}", wide, spec.gate_rank), inject=None if inject is None else Linear(inject),
-        base=weights.constant(f"{2 * count} zeros", np.zeros(2 * count)),
+        base=weights.zeros(2 * count),
         scale=weights.constant(f"2 times 1 / {count}", np.full(2, 1 / count)),
     )  # fmt: skip
 

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from headstart.errors import ModelError
 from headstart.formats.base import make_tensor
 from headstart.kernels.ops import Backend, RawTensor, Weight
+from headstart.kernels.specs import ConvSpec
 from headstart.layers.linear import BOUNDS, Clip, ClippedLinear, Linear
 from headstart.layers.norm import LayerNorm, RMSNorm
 
@@ -88,9 +89,21 @@ class Weights:
             self._taken[name] = self._convert(tensor, precise=True)
         return self._taken[name]
 
+    def zeros(self, size: int) -> Weight:
+        return self.constant(f"{size} zeros", np.zeros(size))
+
+    def ones(self, size: int) -> Weight:
+        return self.constant(f"{size} ones", np.ones(size))
+
     def unweighted_norm(self, size: int, eps: float) -> RMSNorm:
         """A norm whose weight is ones."""
-        return RMSNorm(self.constant(f"{size} ones", np.ones(size)), eps)
+        return RMSNorm(self.ones(size), eps)
+
+    def taps(self, name: str, spec: ConvSpec) -> Weight:
+        """Taps of a convolution [width * channels], the oldest first, from a tensor [channels, (1,) width]."""
+        channels, width = spec.channels, spec.width
+        stored = self.raw(name, (channels, 1, width), (channels, width))
+        return self.take(stored.shaped(channels, width).transposed().shaped(width * channels))
 
     def scalar(self, name: str) -> float:
         """The number of a tensor [1]."""

@@ -15,7 +15,8 @@ from headstart.errors import ModelError
 from headstart.heads.base import FIRST_PAIR_POSITION, BlockSpec, HeadSpec, Module
 from headstart.heads.block import BlockModule
 from headstart.kernels.ops import AttentionSpec, Pool, StepInputs
-from headstart.layers.decoder import join_pools, tapped_layers
+from headstart.layers.decoder import tapped_layers
+from headstart.layers.parts import join_pools
 from headstart.train.dataset import Batch
 from headstart.train.hidden_states import TorchTrunk, to_device, true_positions
 from headstart.train.losses import LossTerms, Teacher, all_candidates, distill, likely_candidates, make_teacher

@@ -21,10 +21,10 @@ from headstart.formats.base import make_tensor
 from headstart.heads.base import DraftStep, HeadNetwork, HeadSpec
 from headstart.heads.files import read_head, write_head
 from headstart.heads.kind import HeadCheckpoint, head_kind, trained_kinds
-from headstart.layers.decoder import join_pools
 from headstart.layers.linear import Linear
 from headstart.layers.network import Pools
 from headstart.layers.norm import RMSNorm
+from headstart.layers.parts import join_pools
 from headstart.train import generate, records, trainer as trainer_module
 from headstart.train.dataset import TrainingData, plan_epoch, prepare_data
 from headstart.train.frozen_model import FrozenModel, make_frozen_model

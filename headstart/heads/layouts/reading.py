@@ -35,7 +35,7 @@ from headstart.layers.attention import AttentionConfig
 from headstart.layers.decoder import LayerConfig, SumTaps
 from headstart.layers.mla import MLAConfig
 from headstart.layers.mlp import MLPConfig
-from headstart.layers.rope import rope_spec, scaling_of, yarn_mscale
+from headstart.layers.rope import rope_spec, score_scale
 
 SPECULATORS = "speculators_model_type"
 SECTIONS = ("dflash_config", "eagle_config", "dspark_config")
@@ -284,14 +284,11 @@ class _Drafter:
         names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         rank, latent, nope, rotary, value = (self.number(self.inner, name) for name in names)
         eps = float(self.inner.get("rms_norm_eps", 1e-6))
-        scaling, scale = scaling_of(self.inner), (nope + rotary) ** -0.5
-        if scaling["rope_type"] != "default" and scaling.get("mscale_all_dim"):
-            scale *= yarn_mscale(float(scaling["factor"]), float(scaling["mscale_all_dim"])) ** 2
         return LayerConfig(
             mixer=MLAConfig(
                 num_heads=self.number(self.inner, "num_attention_heads"), query_rank=rank, latent=latent, nope=nope,
                 rotary=rotary, value=value, rope=rope_spec({"rope_theta": KIMI_THETA, **self.inner}, rotary),
-                scale=scale, eps=eps,
+                scale=(nope + rotary) ** -0.5 * score_scale(self.inner), eps=eps,
             ),
             mlp=MLPConfig(inner=self.number(self.inner, "intermediate_size")),
             eps=eps,

@@ -27,8 +27,9 @@ from headstart.files import write_atomic
 from headstart.formats.json_object import read_packaged
 from headstart.kernels.ops import AttentionSpec, IndexSpec, Pool, StepInputs
 from headstart.kernels.streamed import LazyWeight, StreamedBackend
-from headstart.layers.decoder import DecoderProgram, ForwardState, join_pools, tapped_layers
+from headstart.layers.decoder import DecoderProgram, ForwardState, tapped_layers
 from headstart.layers.linear import Linear, LMHead
+from headstart.layers.parts import join_pools
 from headstart.version import __version__
 
 MAX_TOKENS = 96  # of each text

@@ -13,8 +13,9 @@ from headstart.heads.base import Head, states_of
 from headstart.heads.kind import head_kind
 from headstart.kernels.ops import Pool, StepInputs
 from headstart.layers.build import raw_lm_head
-from headstart.layers.decoder import join_pools, tapped_layers
+from headstart.layers.decoder import tapped_layers
 from headstart.layers.linear import Linear
+from headstart.layers.parts import join_pools
 from headstart.stats import DraftStats
 from headstart.tools.inspect.forced import BLOCK, TeacherForcedTrunk, unlimited
 
