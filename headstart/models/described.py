@@ -116,7 +116,7 @@ def _mixer(config: Config, kind: str, hidden: int) -> MixerConfig:
         window=window,
         value_dim=number(config, "v_head_dim", default=0, least=0),
         gated=flag(config, "attn_output_gate", config.get("linear_num_value_heads") is not None),
-        rope=None,
+        rotated=False,
     )
     index = _block_index(config)
     if index is None or window:
