@@ -46,7 +46,7 @@ def train(flags: TrainFlags, output: OutputOptions) -> int:
     if flags.from_scratch:
         from headstart.train import scratch
 
-        return finish(scratch.run(scratch.ScratchOptions(**_scratch_fields(flags))), output.as_json)
+        return output.run("training", partial(scratch.run, scratch.ScratchOptions(**_scratch_fields(flags))))
 
     from headstart.train.options import TrainOptions, check
     from headstart.train.records import check_files
@@ -61,7 +61,7 @@ def train(flags: TrainFlags, output: OutputOptions) -> int:
 
     from headstart.train.run import run
 
-    return finish(run(options), output.as_json)
+    return output.run("training", partial(run, options))
 
 
 def _check_torch() -> None:
@@ -141,7 +141,7 @@ def adapt(flags: AdaptFlags, output: OutputOptions) -> int:
 
     from headstart.tools.adapt.run import AdaptOptions, run as adapt_run
 
-    return finish(adapt_run(AdaptOptions(**vars(flags))), output.as_json)
+    return output.run("adapting", partial(adapt_run, AdaptOptions(**vars(flags))))
 
 
 def _forget(flags: AdaptFlags, as_json: bool) -> int:

@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from headstart.core import Progress, no_progress
 from headstart.errors import UsageError
 from headstart.layers.weights import weights_fingerprint
 from headstart.train.frozen_model import FrozenModel
 from headstart.train.hidden_states import FeatureCache, FeatureSource, group_by_tokens, pad, to_device
 from headstart.train.options import check_amount
-from headstart.train.progress import print_line, show_progress
+from headstart.train.progress import print_line
 from headstart.train.records import Example, SkippedRecords, count_tokens, encode_records, read_records
 
 BUCKET, SMALL_BATCH = 256, 4096
@@ -86,7 +87,7 @@ class TrainingData:
 
 def prepare_data(
     frozen_model: FrozenModel, files: Sequence[Path], work: Path, seed: int, label_seconds: float | None,
-    max_tokens: int | None, min_text_tokens: int = 0,
+    max_tokens: int | None, min_text_tokens: int = 0, progress: Progress = no_progress,
 ) -> TrainingData:  # fmt: skip
     """Read, shuffle and split the records, and compute hidden states until `label_seconds` or `max_tokens` are used.
     Hidden states that an earlier run cached in `work` are used in any case. Raises UsageError for too few records, and
@@ -103,8 +104,8 @@ def prepare_data(
     features: FeatureSource = frozen_model.trunk
     if frozen_model.engine_config.device != "cuda":  # a GPU computes hidden states faster than a disk stores them
         features = cache = _open_cache(frozen_model, work)
-        _fill_cache(cache, frozen_model, held_out, None)
-        _fill_cache(cache, frozen_model, training, label_seconds)
+        _fill_cache(cache, frozen_model, held_out, None, progress)
+        _fill_cache(cache, frozen_model, training, label_seconds, progress)
         training = [example for example in training if example.key in cache]
     counts = count_tokens(training)
     for kind, row in counts.items():
@@ -134,16 +135,17 @@ def _open_cache(frozen_model: FrozenModel, work: Path) -> FeatureCache:
     return FeatureCache(work / "-".join((name, *map(str, tap))), frozen_model.config.hidden_size, len(tap))
 
 
-def _fill_cache(cache: FeatureCache, frozen_model: FrozenModel, examples: list[Example], seconds: float | None) -> None:
+def _fill_cache(
+    cache: FeatureCache, frozen_model: FrozenModel, examples: list[Example], seconds: float | None, progress: Progress
+) -> None:
     missing = [example for example in examples if example.key not in cache]
     if not missing:
         return
     total, finished, started = sum(map(len, missing)), 0, time.monotonic()
-    with show_progress("hidden states") as show:
-        for tokens in cache.fill(missing, frozen_model.feature_extractor()):
-            finished += tokens
-            spent = time.monotonic() - started
-            share = finished / total if seconds is None else max(finished / total, spent / seconds)
-            show(min(share, 1.0), f"{finished:,} tokens, {finished / spent:.0f} tok/s")
-            if seconds is not None and spent > seconds:
-                break
+    for tokens in cache.fill(missing, frozen_model.feature_extractor()):
+        finished += tokens
+        spent = time.monotonic() - started
+        share = finished / total if seconds is None else max(finished / total, spent / seconds)
+        progress(min(round(100 * share), 100), 100, f"hidden states, {finished:,} tokens, {finished / spent:.0f} tok/s")
+        if seconds is not None and spent > seconds:
+            break

@@ -9,7 +9,7 @@ import torch
 
 from headstart.api import LLM
 from headstart.config import EngineConfig
-from headstart.core import DraftStats, SamplingParams
+from headstart.core import DraftStats, Progress, SamplingParams
 from headstart.engine.calibrate import calibrate
 from headstart.engine.costs import PassShape
 from headstart.engine.engine import Engine
@@ -17,7 +17,6 @@ from headstart.heads.base import HeadSpec
 from headstart.train.dataset import collate, plan_epoch
 from headstart.train.hidden_states import FeatureSource
 from headstart.train.objective import DistillationTarget, LossConfig, count_accepted, score_batch
-from headstart.train.progress import show_progress
 from headstart.train.records import Example
 
 BATCH_TOKENS = 4096
@@ -129,7 +128,9 @@ class MeasuredSpeedup:
         return lines
 
 
-def measure_speedup(model: str, config: EngineConfig, examples: Sequence[Example]) -> MeasuredSpeedup | None:
+def measure_speedup(
+    model: str, config: EngineConfig, examples: Sequence[Example], progress: Progress
+) -> MeasuredSpeedup | None:
     """Decode held-out prompts greedily with and without drafts, in turn; None where no prompt fits. config: with a
     fixed depth."""
     prompts = [ids for ids in map(prompt_of, examples) if ids][:PROMPTS]
@@ -142,14 +143,13 @@ def measure_speedup(model: str, config: EngineConfig, examples: Sequence[Example
     params, stats = SamplingParams(max_tokens=TOKENS, ignore_eos=True), DraftStats()
     rates: dict[bool, list[float]] = {False: [], True: []}
     llm.generate(prompts[:1], params)  # the first call pays for allocations
-    with show_progress("measuring the gain") as show:
-        for turn in range(ROUNDS):
-            for index, ids in enumerate(prompts):
-                pair = llm.decode_pair(ids, params, turn + index)
-                for drafting, each in pair.items():
-                    rates[drafting].append(each.timing["decode_tokens_per_s"])
-                stats.add(pair[True].speculation)
-                show((turn * len(prompts) + index + 1) / (ROUNDS * len(prompts)), f"round {turn + 1}")
+    for turn in range(ROUNDS):
+        for index, ids in enumerate(prompts):
+            pair = llm.decode_pair(ids, params, turn + index)
+            for drafting, each in pair.items():
+                rates[drafting].append(each.timing["decode_tokens_per_s"])
+            stats.add(pair[True].speculation)
+            progress(turn * len(prompts) + index + 1, ROUNDS * len(prompts), "measuring the gain")
     pairs = [on / off for off, on in zip(rates[False], rates[True], strict=True) if on and off]
     low, middle, high = quantiles(pairs, n=4) if len(pairs) > 1 else pairs * 3
     return MeasuredSpeedup(

@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headstart.api import LLM, Choice
-from headstart.core import SamplingParams
+from headstart.core import Progress, SamplingParams
 from headstart.errors import UsageError
 from headstart.train.flags import ANSWER_TOKENS, Language
-from headstart.train.progress import show_progress
 from headstart.train.records import Message, Shards, find_files
 
 GREEDY_SHARE = 0.5
@@ -150,21 +149,22 @@ def answer_prompts(
             return
 
 
-def answer_files(make_llm: Callable[[], LLM], paths: Sequence[Path], folder: Path, seed: int) -> None:
+def answer_files(
+    make_llm: Callable[[], LLM], paths: Sequence[Path], folder: Path, seed: int, progress: Progress
+) -> None:
     """Answer the prompts in files that the shards in `folder` do not hold yet."""
     prompts = read_prompts(paths)
     finished = tokens = 0
     started = time.monotonic()
-    with show_progress("answering prompts") as show:
 
-        def on_record(record: dict[str, Any]) -> None:
-            nonlocal finished, tokens
-            finished, tokens = finished + 1, tokens + len(record["response_ids"])
-            rate = tokens / (time.monotonic() - started)
-            show(finished / len(prompts), f"{tokens:,} tokens, {rate:.0f} tok/s")
+    def on_record(record: dict[str, Any]) -> None:
+        nonlocal finished, tokens
+        finished, tokens = finished + 1, tokens + len(record["response_ids"])
+        rate = tokens / (time.monotonic() - started)
+        progress(finished, len(prompts), f"answering prompts, {rate:.0f} tok/s")
 
-        with Shards(folder, "answers") as shards:
-            answer_prompts(make_llm(), prompts, shards, seed=seed, on_record=on_record)
+    with Shards(folder, "answers") as shards:
+        answer_prompts(make_llm(), prompts, shards, seed=seed, on_record=on_record)
 
 
 def _unanswered(prompts: Sequence[ConversationPrompt], shards: Shards) -> list[ConversationPrompt]:

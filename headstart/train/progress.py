@@ -1,45 +1,15 @@
-"""Progress of a run on stderr (a bar on a terminal, else lines), and the plot of its acceptance."""
+"""Lines of a run on stderr, and the plot of its acceptance."""
 
 import json
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import cycle
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress as Bar, TextColumn, TimeRemainingColumn
-
 from headstart.svg import PALETTE, Plot, Point, Series, draw_document
-
-LINE_SECONDS = 20.0  # seconds between lines where stderr is no terminal
-
-ShowProgress = Callable[[float, str], None]  # called with the share done (0 to 1) and a text
-
-
-@contextmanager
-def show_progress(title: str) -> Iterator[ShowProgress]:
-    """Shows a phase of training, as a bar on a terminal and as lines elsewhere; yields the reporting function."""
-    console, last = Console(stderr=True), 0.0
-
-    def show_line(share: float, text: str) -> None:
-        nonlocal last
-        if time.monotonic() - last >= LINE_SECONDS:
-            last = time.monotonic()
-            print_line(f"{title} {share:.1%}: {text}")
-
-    if not console.is_terminal:
-        yield show_line
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn(), TextColumn("{task.fields[text]}"))
-    with Bar(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(title, total=1.0, text="")
-        yield lambda share, text: bar.update(task, completed=share, text=text)
 
 
 def print_line(line: str) -> None:
-    """Print a line on stderr that stays above the bar."""
+    """Print a line on stderr that stays above a progress bar."""
     print(line, file=sys.stderr, flush=True)  # noqa: T201  progress is this module's product
 
 

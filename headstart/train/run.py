@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from headstart.config import Device, EngineConfig, one_adapter
-from headstart.core import Report
+from headstart.core import Progress, Report, no_progress
 from headstart.errors import CapacityError, ModelError
 from headstart.files import locked_folder
 from headstart.heads.files import read_head
@@ -41,7 +41,7 @@ from headstart.train.head_weights import (
 )
 from headstart.train.objective import DistillationTarget, LossConfig
 from headstart.train.options import TrainOptions, check, training_of
-from headstart.train.progress import draw_acceptance, print_line, show_progress
+from headstart.train.progress import draw_acceptance, print_line
 from headstart.train.records import draft_vocabulary, vocabulary_coverage
 from headstart.train.torch_weights import build_modules, round_weights
 from headstart.train.trainer import Recipe, Trainer, TrainingHooks, rate_factor, save_checkpoint, train
@@ -55,7 +55,7 @@ MAX_BATCH_TOKENS: Mapping[Device, int] = {"cpu": Recipe.batch_tokens, "cuda": 32
 """A GPU needs large batches to be busy."""
 
 
-def run(options: TrainOptions) -> Report:
+def run(options: TrainOptions, progress: Progress = no_progress) -> Report:
     """Train, export to `options.out`; the report's data holds tokens seen, minutes and held-out acceptance."""
     check(options)
     with _resume_hints(options), locked_folder(options.work):
@@ -72,14 +72,15 @@ def run(options: TrainOptions) -> Report:
         frozen_model = frozen_model.with_spec(spec)
         answers = options.work / frozen_model.answers
         if options.prompts:
-            answer_files(frozen_model.llm, options.prompts, answers, options.seed)
+            answer_files(frozen_model.llm, options.prompts, answers, options.seed, progress)
             started = time.monotonic()
         files = (*options.data, *sorted(answers.glob("*.jsonl")))
         label_seconds = options.minutes * 60 * LABEL_SHARE if options.minutes else None
         data = prepare_data(
-            frozen_model, files, options.work, options.seed, label_seconds, options.tokens, options.min_text_tokens
-        )
-        return _TrainingRun(options, frozen_model, data, start).train((time.monotonic() - started) / 60)
+            frozen_model, files, options.work, options.seed, label_seconds, options.tokens, options.min_text_tokens,
+            progress,
+        )  # fmt: skip
+        return _TrainingRun(options, frozen_model, data, start, progress).train((time.monotonic() - started) / 60)
 
 
 def batch_tokens(options: TrainOptions) -> int:
@@ -94,9 +95,10 @@ class _TrainingRun:
     """One training run with all the files it writes."""
 
     def __init__(
-        self, options: TrainOptions, frozen_model: FrozenModel, data: TrainingData, start: InitialHead | None
-    ) -> None:
-        self.options, self.frozen_model, self.data = options, frozen_model, data
+        self, options: TrainOptions, frozen_model: FrozenModel, data: TrainingData, start: InitialHead | None,
+        progress: Progress,
+    ) -> None:  # fmt: skip
+        self.options, self.frozen_model, self.data, self._progress = options, frozen_model, data, progress
         self.int4_drafts = frozen_model.native_model is not None  # the native backend drafts in int4
         self.spec, self.start, self.checkpoint = frozen_model.spec, start, options.checkpoint
         self.vocabulary = self._vocabulary()
@@ -172,17 +174,16 @@ class _TrainingRun:
             update_share=options.update_share,
         )  # fmt: skip
         trainer = self._trainer(recipe)
-        with show_progress("training") as show:
-
-            def on_step(each: Trainer) -> None:
-                p = each.progress
-                hits = " ".join(f"{x:.2f}" for x in p.accepted) or "not yet"
-                show(each.share_done, f"loss {p.loss:.3f}  {p.rate:.0f} tok/s  held-out acceptance {hits}")
-
-            save = partial(save_checkpoint, path=self.checkpoint)
-            hooks = TrainingHooks(on_checkpoint=save, on_evaluation=self._on_evaluation, on_step=on_step)
-            train(trainer, self.data, hooks)
+        save = partial(save_checkpoint, path=self.checkpoint)
+        hooks = TrainingHooks(on_checkpoint=save, on_evaluation=self._on_evaluation, on_step=self._on_step)
+        train(trainer, self.data, hooks)
         return self._report(trainer)
+
+    def _on_step(self, trainer: Trainer) -> None:
+        p = trainer.progress
+        hits = " ".join(f"{x:.2f}" for x in p.accepted) or "not yet"
+        text = f"training, loss {p.loss:.3f}, {p.rate:.0f} tok/s, held-out acceptance {hits}"
+        self._progress(round(100 * trainer.share_done), 100, text)
 
     def _trainer(self, recipe: Recipe) -> Trainer:
         trunk, device = self.frozen_model.trunk, self.frozen_model.trunk.lm_head.device
@@ -250,7 +251,7 @@ class _TrainingRun:
                 head=str(options.out), depth=options.steps, threads=options.threads, seed=0,
                 lora=one_adapter(options.lora),
             )  # fmt: skip
-            gain = measure_speedup(options.model, config, self.data.held_out)
+            gain = measure_speedup(options.model, config, self.data.held_out, self._progress)
         lines = [
             f"{self.options.out}: {p.tokens:,} tokens in {p.seconds / 60:.1f} minutes, {p.step} steps",
             "held-out acceptance, all of the first 1, 2, ... drafts right (acceptance length):",

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from headstart import registry
-from headstart.core import Int32, Report
+from headstart.core import Int32, Progress, Report, no_progress
 from headstart.engine.load import native_head
 from headstart.errors import UsageError
 from headstart.files import atomic_folder
@@ -42,7 +42,7 @@ from headstart.train.objective import DistillationTarget, LossConfig, count_acce
 from headstart.train.ops import trunk_outputs
 from headstart.train.options import check_bound, command_line
 from headstart.train.plain_text import read_documents
-from headstart.train.progress import print_line, show_progress
+from headstart.train.progress import print_line
 from headstart.train.records import SkippedRecords, TrainingRecord
 from headstart.train.torch_weights import as_tensors, cast_weights
 from headstart.train.trainer import Recipe, apply_gradients, make_optimizers
@@ -186,24 +186,23 @@ class TrainState:
         return min(1.0, self.seconds / 60 / (options.minutes or 1))
 
 
-def train(model: ScratchModel, text: TokenizedText, options: ScratchOptions) -> TrainState:
+def train(model: ScratchModel, text: TokenizedText, options: ScratchOptions, progress: Progress) -> TrainState:
     """Run to the end of the schedule, then evaluate on held-out text."""
     state = TrainState()
     recipe = Recipe(matrix_rate=2e-2, vector_rate=1e-2, weight_decay=0.01, warmup=0.05, dtype=torch.float32)
     optimizers = make_optimizers(model.masters, recipe)
-    with show_progress("training") as show:
-        for tokens in token_batches(text.training, BATCH_ROWS, BATCH_LENGTH, options.seed):
-            started, done = time.monotonic(), state.share_done(options)
-            if done >= 1:
-                break
-            trunk_loss, head_loss, _ = model.losses(torch.from_numpy(tokens), options.loss)
-            (trunk_loss + HEAD_LOSS_WEIGHT * head_loss).backward()
-            apply_gradients(model.masters, optimizers, recipe, done)
-            loss = trunk_loss.item()
-            state.seconds += time.monotonic() - started
-            state.steps, state.tokens = state.steps + 1, state.tokens + tokens.size
-            state.loss = loss if math.isnan(state.loss) else 0.98 * state.loss + 0.02 * loss
-            show(done, f"{state.tokens:,} tokens, loss {state.loss:.3f}")
+    for tokens in token_batches(text.training, BATCH_ROWS, BATCH_LENGTH, options.seed):
+        started, done = time.monotonic(), state.share_done(options)
+        if done >= 1:
+            break
+        trunk_loss, head_loss, _ = model.losses(torch.from_numpy(tokens), options.loss)
+        (trunk_loss + HEAD_LOSS_WEIGHT * head_loss).backward()
+        apply_gradients(model.masters, optimizers, recipe, done)
+        loss = trunk_loss.item()
+        state.seconds += time.monotonic() - started
+        state.steps, state.tokens = state.steps + 1, state.tokens + tokens.size
+        state.loss = loss if math.isnan(state.loss) else 0.98 * state.loss + 0.02 * loss
+        progress(round(100 * done), 100, f"training, {state.tokens:,} tokens, loss {state.loss:.3f}")
     with torch.no_grad():
         batches = islice(token_batches(text.held_out, BATCH_ROWS, BATCH_LENGTH, 0), HELD_OUT_BATCHES)
         results = [model.losses(torch.from_numpy(tokens), options.loss) for tokens in batches]
@@ -223,7 +222,7 @@ def check(options: ScratchOptions) -> None:
         raise UsageError(f"{options.out} exists", "give --out a new name")
 
 
-def run(options: ScratchOptions) -> Report:
+def run(options: ScratchOptions, progress: Progress = no_progress) -> Report:
     """Train and write the checkpoint at `options.out`. Raises UsageError for bad options or data."""
     check(options)
     with atomic_folder(options.out) as folder:
@@ -237,7 +236,7 @@ def run(options: ScratchOptions) -> Report:
         model = ScratchModel(options.from_scratch, family, changes, torch.float32)
         size = sum(each.numel() for each in model.masters.values())
         print_line(f"{options.from_scratch}: {size:,} parameters, {tokens:,} tokens of text, {vocab_size} in all")
-        facts = _facts(options, size, train(model, text, options))
+        facts = _facts(options, size, train(model, text, options, progress))
         save_model(folder, model.config, model.masters, text.tokenizer, facts)
         return Report(True, {"out": str(options.out), **facts}, [*_lines(options, facts), *skipped.lines()])
 

@@ -15,7 +15,7 @@ from support import family_of, soften, write_model
 from headstart.cli.main import main
 from headstart.cli.options import with_adapted
 from headstart.config import EngineConfig
-from headstart.core import Report
+from headstart.core import Progress, Report
 from headstart.engine.load import Model, load_model
 from headstart.errors import CapacityError, ModelError, UsageError
 from headstart.formats.adapter import digest_of
@@ -156,7 +156,7 @@ def adapt(monkeypatch: pytest.MonkeyPatch, trained: Path, *words: str, options: 
     from headstart.tools.adapt import run
     from headstart.train.head_weights import export_head
 
-    def train(options: Any) -> None:
+    def train(options: Any, progress: Progress) -> None:
         asked.append(options)
         lines = [json.loads(line) for path in options.data for line in path.read_text().splitlines()]
         assert {"prompt_ids", "response_ids", "held_out"} <= set(lines[0]) and options.finetune
@@ -226,7 +226,7 @@ def test_ctrl_c_leaves_the_head_in_use_and_says_how_to_go_on(
     save_head(folder_of(model) / "mtp", write(tmp_path / "head", model, agreeing=True), FACTS)
     before = (folder_of(model) / "mtp" / "model.safetensors").read_bytes()
 
-    def train(options: Any) -> None:
+    def train(options: Any, progress: Progress) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run, "train", train)

@@ -15,7 +15,7 @@ from typing import Any
 
 from headstart import hub
 from headstart.config import EngineConfig, one_adapter
-from headstart.core import Report, SamplingParams
+from headstart.core import Progress, Report, SamplingParams, no_progress
 from headstart.engine.load import NATIVE_HEAD, Model, load_model
 from headstart.errors import CapacityError, UsageError
 from headstart.files import write_atomic
@@ -28,7 +28,7 @@ from headstart.tools.options import AdaptFlags
 from headstart.tools.prompts import builtin_prompts
 from headstart.train import self_distillation
 from headstart.train.options import TrainOptions
-from headstart.train.progress import print_line, show_progress
+from headstart.train.progress import print_line
 from headstart.train.prompts import templated_prompts
 from headstart.train.records import MAX_TOKENS
 from headstart.train.run import run as train
@@ -59,7 +59,7 @@ class AdaptOptions(AdaptFlags):
         return EngineConfig(threads=self.threads, seed=0, lora=one_adapter(self.lora))
 
 
-def run(options: AdaptOptions) -> Report:
+def run(options: AdaptOptions, progress: Progress = no_progress) -> Report:
     """Trains, measures, and saves the better head. Raises UsageError for records of another model, too few records, or
     a head that cannot be trained; CapacityError if files cannot be written."""
     read_manifest(options.records)  # fails early, before the model is loaded
@@ -79,7 +79,7 @@ def run(options: AdaptOptions) -> Report:
     line += f"; {parts.num_similar} left out, since they resemble held-out ones" if parts.num_similar else ""
     line += f"; {found.damaged} damaged lines" if found.damaged else ""
     print_line(line)
-    run = _AdaptRun(options, start, parts, begun)
+    run = _AdaptRun(options, start, parts, begun, progress)
     try:
         return run.report(line, found.damaged)
     except KeyboardInterrupt:
@@ -127,9 +127,10 @@ def _newest(records: Seq[TextRecord], limit: int) -> list[TextRecord]:
 
 class _AdaptRun:
     def __init__(
-        self, options: AdaptOptions, start: _StartingHead, parts: evaluation.RecordSplit, begun: float
-    ) -> None:
-        self.options, self.start, self.parts, self._begun = options, start, parts, begun
+        self, options: AdaptOptions, start: _StartingHead, parts: evaluation.RecordSplit, begun: float,
+        progress: Progress,
+    ) -> None:  # fmt: skip
+        self.options, self.start, self.parts, self._begun, self._progress = options, start, parts, begun, progress
         self.folder = saved.folder_of(options.model, start.adapter) / start.kind
         self.work = self.folder.with_name(self.folder.name + saved.WORK)
         self.head = self.work / "head"
@@ -192,8 +193,7 @@ class _AdaptRun:
             tokens=max(MIN_GENERAL_TOKENS, int(GENERAL_TOKENS * tokens)), minutes=GENERAL_SHARE * self.options.minutes,
             seed=self.options.seed,
         )  # fmt: skip
-        with show_progress("general text") as show:
-            written = self_distillation.run(wanted, lambda done, total, text: show(done / max(total, 1), text))
+        written = self_distillation.run(wanted, self._progress)
         return [wanted.out] if written.ok else []
 
     def _train(self, data: Seq[Path]) -> None:
@@ -212,7 +212,7 @@ class _AdaptRun:
             threads=self.options.threads, seed=self.options.seed, measure_speedup=False, update_share=LEARNED_SHARE,
             lora=self.options.lora,
         )  # fmt: skip
-        train(training)
+        train(training, self._progress)
 
     def _compare(self) -> tuple[evaluation.HeadComparison, evaluation.HeadComparison]:
         pair = evaluation.HeadPair(self.start.model, self._config, self.head)
@@ -222,13 +222,12 @@ class _AdaptRun:
         params = SamplingParams(max_tokens=GENERAL_ANSWER, seed=0)
         general = [evaluation.EvalPrompt(pair.encode(prompt), params) for prompt in prompts]
         end = max(self._begun + 60 * self.options.minutes, time.monotonic())
-        with show_progress("measuring") as show:
 
-            def should_continue(count: int) -> bool:
-                show(count / len(own), f"{count} of {len(own)} held-out requests")
-                return time.monotonic() < end
+        def should_continue(count: int) -> bool:
+            self._progress(count, len(own), "measuring on held-out requests")
+            return time.monotonic() < end
 
-            return pair.compare(own, should_continue), pair.compare(general)
+        return pair.compare(own, should_continue), pair.compare(general)
 
 
 def _lines(records: Seq[TextRecord]) -> Iterator[str]:
