@@ -6,10 +6,10 @@ checkpoint like any other.
 """
 
 import json
-import math
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -45,7 +45,7 @@ from headstart.train.plain_text import read_documents
 from headstart.train.progress import print_line
 from headstart.train.records import SkippedRecords, TrainingRecord
 from headstart.train.torch_weights import as_tensors, cast_weights
-from headstart.train.trainer import Recipe, apply_gradients, make_optimizers
+from headstart.train.trainer import Recipe, TrainingProgress, apply_gradients, make_optimizers
 from headstart.version import __version__
 
 VOCAB_SIZE = 2048
@@ -170,47 +170,39 @@ def _full_vocabulary_target(trunk: Decoder) -> DistillationTarget:
 
 
 @dataclass
-class TrainState:
-    """Progress and results of a run; losses in nats per token."""
+class ScratchResult:
+    """Results of a run; losses in nats per token."""
 
-    steps: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    loss: float = math.nan  # of the trunk, smoothed
-    held_out: float = math.nan
-    acceptance: Acceptance | None = None
-
-    def share_done(self, options: ScratchOptions) -> float:
-        if options.tokens:
-            return min(1.0, self.tokens / options.tokens)
-        return min(1.0, self.seconds / 60 / (options.minutes or 1))
+    progress: TrainingProgress  # with the trunk's loss
+    held_out_loss: float  # of the trunk
+    acceptance: Acceptance | None  # of held-out text; None without a head
 
 
-def train(model: ScratchModel, text: TokenizedText, options: ScratchOptions, progress: Progress) -> TrainState:
+def train(model: ScratchModel, text: TokenizedText, options: ScratchOptions, progress: Progress) -> ScratchResult:
     """Run to the end of the schedule, then evaluate on held-out text."""
-    state = TrainState()
-    recipe = Recipe(matrix_rate=2e-2, vector_rate=1e-2, weight_decay=0.01, warmup=0.05, dtype=torch.float32)
+    state = TrainingProgress()
+    recipe = Recipe(
+        tokens=options.tokens, minutes=options.minutes, matrix_rate=2e-2, vector_rate=1e-2, weight_decay=0.01,
+        warmup=0.05, dtype=torch.float32,
+    )  # fmt: skip
     optimizers = make_optimizers(model.masters, recipe)
     for tokens in token_batches(text.training, BATCH_ROWS, BATCH_LENGTH, options.seed):
-        started, done = time.monotonic(), state.share_done(options)
+        started, done = time.monotonic(), state.share_done(recipe)
         if done >= 1:
             break
         trunk_loss, head_loss, _ = model.losses(torch.from_numpy(tokens), options.loss)
         (trunk_loss + HEAD_LOSS_WEIGHT * head_loss).backward()
         apply_gradients(model.masters, optimizers, recipe, done)
-        loss = trunk_loss.item()
-        state.seconds += time.monotonic() - started
-        state.steps, state.tokens = state.steps + 1, state.tokens + tokens.size
-        state.loss = loss if math.isnan(state.loss) else 0.98 * state.loss + 0.02 * loss
+        state.step, state.tokens = state.step + 1, state.tokens + tokens.size
+        state.record_time(trunk_loss, tokens.size, time.monotonic() - started)
         progress(round(100 * done), 100, f"training, {state.tokens:,} tokens, loss {state.loss:.3f}")
     with torch.no_grad():
         batches = islice(token_batches(text.held_out, BATCH_ROWS, BATCH_LENGTH, 0), HELD_OUT_BATCHES)
         results = [model.losses(torch.from_numpy(tokens), options.loss) for tokens in batches]
-    state.held_out = float(np.mean([held_out_loss.item() for held_out_loss, _, _ in results]))
-    for _, _, acceptance in results:
-        if acceptance is not None:
-            state.acceptance = state.acceptance + acceptance if state.acceptance else acceptance
-    return state
+    losses, _, accepted = zip(*results, strict=True)
+    parts = [each for each in accepted if each is not None]
+    acceptance = reduce(Acceptance.__add__, parts) if parts else None
+    return ScratchResult(state, float(torch.stack(losses).mean()), acceptance)
 
 
 def check(options: ScratchOptions) -> None:
@@ -241,11 +233,13 @@ def run(options: ScratchOptions, progress: Progress = no_progress) -> Report:
         return Report(True, {"out": str(options.out), **facts}, [*_lines(options, facts), *skipped.lines()])
 
 
-def _facts(options: ScratchOptions, size: int, state: TrainState) -> dict[str, Any]:
+def _facts(options: ScratchOptions, size: int, result: ScratchResult) -> dict[str, Any]:
+    state = result.progress
     return {
-        "family": options.from_scratch, "command": options.command, "parameters": size, "steps": state.steps,
+        "family": options.from_scratch, "command": options.command, "parameters": size, "steps": state.step,
         "tokens": state.tokens, "minutes": round(state.seconds / 60, 2), "loss": round(state.loss, 4),
-        "held_out_loss": round(state.held_out, 4), "held_out": state.acceptance.data() if state.acceptance else None,
+        "held_out_loss": round(result.held_out_loss, 4),
+        "held_out": result.acceptance.data() if result.acceptance else None,
     }  # fmt: skip
 
 

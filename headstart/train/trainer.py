@@ -62,6 +62,21 @@ class TrainingProgress:
     rate: float = 0.0  # tokens per second, smoothed
     accepted: list[float] = field(default_factory=list)  # held-out acceptance, cumulative per step
 
+    def share_done(self, recipe: Recipe) -> float:
+        """Share of the schedule that is done, 0 to 1."""
+        by_tokens = self.tokens / recipe.tokens if recipe.tokens else 0.0
+        by_time = self.seconds / 60 / (recipe.minutes or 60) if recipe.minutes or not recipe.tokens else 0.0
+        return min(1.0, max(by_tokens, by_time))
+
+    def record_time(self, loss: Tensor | None, tokens: int, seconds: float) -> None:
+        """Add the time of a step over `tokens`, and its loss if that is known."""
+        self.seconds += seconds
+        if loss is not None:
+            value = loss.item()
+            self.loss = value if math.isnan(self.loss) else 0.98 * self.loss + 0.02 * value
+        rate = tokens / max(seconds, 1e-9)
+        self.rate = rate if not self.rate else 0.95 * self.rate + 0.05 * rate
+
 
 class Trainer:
     """Weights, their moving average, optimizers and progress; `state` and `load_state` cover all of it."""
@@ -94,11 +109,8 @@ class Trainer:
 
     @property
     def share_done(self) -> float:
-        """Share of the schedule that is done, 0 to 1."""
-        tokens, minutes = self.recipe.tokens, self.recipe.minutes
-        by_tokens = self.progress.tokens / tokens if tokens else 0.0
-        by_time = self.progress.seconds / 60 / (minutes or 60) if minutes or not tokens else 0.0
-        return min(1.0, max(by_tokens, by_time))
+        """See `TrainingProgress.share_done`."""
+        return self.progress.share_done(self.recipe)
 
     def step(self, examples: Sequence[Example], features: FeatureSource) -> Tensor:
         """One optimizer step on these examples; returns the loss, which a GPU may still be computing."""
@@ -248,7 +260,7 @@ def _run_steps(trainer: Trainer, data: TrainingData, hooks: TrainingHooks) -> No
             loss = trainer.step([data.training[i] for i in plan[progress.batch]], data.features)
             progress.batch += 1
             finished, previous = (loss, None) if loss.device.type == "cpu" else (previous, loss)
-            _record_step(progress, finished, progress.tokens - before, time.monotonic() - started)
+            progress.record_time(finished, progress.tokens - before, time.monotonic() - started)
             hooks.on_step(trainer)
             now = time.monotonic()
             if now - last_checkpoint > hooks.checkpoint_seconds:
@@ -260,15 +272,6 @@ def _run_steps(trainer: Trainer, data: TrainingData, hooks: TrainingHooks) -> No
                 last_evaluation = time.monotonic()
         if progress.batch >= len(plan):
             progress.epoch, progress.batch = progress.epoch + 1, 0
-
-
-def _record_step(progress: TrainingProgress, loss: Tensor | None, tokens: int, seconds: float) -> None:
-    progress.seconds += seconds
-    if loss is not None:
-        value = loss.item()
-        progress.loss = value if math.isnan(progress.loss) else 0.98 * progress.loss + 0.02 * value
-    rate = tokens / max(seconds, 1e-9)
-    progress.rate = rate if not progress.rate else 0.95 * progress.rate + 0.05 * rate
 
 
 def save_checkpoint(trainer: Trainer, path: Path) -> None:
