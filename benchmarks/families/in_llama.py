@@ -54,7 +54,7 @@ OWN: Mapping[str, Mapping[str, Any]] = {
     },
 }
 """Keys of one row."""
-NOT_BY_TRANSFORMERS = ("deepseek_v4", "glm5_next", "mimo_v2_flash", "minimax_m3", "step3p5")
+NOT_BY_TRANSFORMERS = ("deepseek_v4", "glm5_next", "mimo_v2_flash", "minimax_m3", "qwen4_exp", "step3p5")
 """Families whose config the converter wants as released, not as transformers' class for it reads it."""
 NOT_THERE = ("deepseek_v41", "inkling", "longcat_flash", "mimo", "step5")
 """Families and rows that llama.cpp has no architecture for."""

@@ -89,7 +89,7 @@ def _kinds(config: Config) -> list[str]:
     kinds = config.get("layer_types")
     if isinstance(kinds, list):
         kinds = [FULL if kind in INDEXED else kind for kind in kinds]
-    return _gated_delta.layer_types(keys.inside(config, {"layer_types": kinds, "recurrent_layers": None}))
+    return _gated_delta.layer_types(keys.inside(config, {"layer_types": kinds}))
 
 
 def _indexer(config: Config, attention: AttentionConfig) -> BlockIndexerConfig | None:

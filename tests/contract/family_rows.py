@@ -462,7 +462,10 @@ ROWS: Mapping[str, FamilyRow] = {
             "one stream more, silu, pairs of tokens": {
                 "hc_count": 4, "output_gate_type": None, "ple_layer_ids": [1, 3], "ngram_size": 2}},
         # embeddings of n-grams are as wide as others
-        llama_cpp={"ple_embed_dim": 256, "hc_lowrank": 256, "indexer_head_dim": 64, "split_ngram_parts": 2}),
+        llama_cpp={"ple_embed_dim": 256, "hc_lowrank": 256, "indexer_head_dim": 64, "split_ngram_parts": 2},
+        released={
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "rope_parameters": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}}),
     "qwen3_moe": FamilyRow(
         # llama.cpp has experts in all layers
         llama_cpp={"mlp_only_layers": []}),

@@ -267,7 +267,7 @@ def flash_keys(config: Config) -> Config:
         "ssm.conv_kernel": config["linear_conv_kernel_dim"], "ssm.state_size": config["linear_key_head_dim"],
         "ssm.group_count": config["linear_num_key_heads"], "ssm.time_step_rank": config["linear_num_value_heads"],
         "ssm.inner_size": config["linear_num_value_heads"] * config["linear_value_head_dim"],
-        "attention.recurrent_layers": [True, False, True, False], "full_attention_interval": 2,
+        "attention.recurrent_layers": [True, False, True, False], "full_attention_interval": 4,
         "rope.dimension_count": rotary, "rope.freq_base": float(config["rope_theta"]),
         "rope.dimension_sections": [2, 1, 1, 0], "hyper_connection.count": config["hc_count"],
         "hyper_connection.low_rank": config["hc_lowrank"], "attention.compress_ratios": [0, ratio, 0, ratio],
