@@ -3,7 +3,8 @@
 x = W [norm_e(e(t_{p+1})) ; norm_h(h_p)], x' = Block(x), y = norm(x'), logits = head(y); the next draft step reads the
 *recycled* vector (y or x') in place of h. Canonical tensors: `mtp.{i}.` norm_embedding, norm_hidden, projection, block,
 norm (without it y = x'), lm_head (without it the trunk's). With residual streams (DeepSeek-V4) h holds all streams of
-the trunk: each stream gets its own x, the block mixes them, and `streams` sums them before the norm.
+the trunk: each stream gets its own x, the block mixes them, and `streams` sums them before the norm. In a chain
+(HeadSpec.chained) modules after the first one read the recycled vectors at all pairs, never the trunk's states.
 """
 
 from collections.abc import Sequence as Seq

@@ -40,7 +40,7 @@ TAPS, MAX_NGRAM, MAX_HEADS = "ple_conv_kernel_size", 16, 256
 def parse(config: Config) -> DecoderConfig:
     gguf = config.get("model_type") == LLAMA_CPP
     config, tied = keys.text_config(config)
-    config = _of_gguf(config) if gguf else config
+    config = _of_gguf(config) if gguf else keys.inside(config, {"recurrent_layers": None})
     keys.refuse_others(config, {"mtp_use_dedicated_embeddings": False, "hc_per_branch_norm": True})
     if isinstance(module := config.get("mtp"), dict):
         theta = (config.get("rope_parameters") or {}).get("rope_theta")
