@@ -109,7 +109,8 @@ def test_a_killed_server_starts_again_and_lets_requests_end(templated: Server) -
     """On the same port. SIGTERM ends it when the request has its answer."""
     templated.process.kill()
     templated.process.wait()
-    with running("--threads", "1", port=int(templated.url.rpartition(":")[2])) as server:
+    patient = ("--threads", "1", "--shutdown-timeout", f"{PATIENCE:.0f}")  # a busy machine generates for minutes
+    with running(*patient, port=int(templated.url.rpartition(":")[2])) as server:
         body = {"prompt": "Tell me", "max_tokens": 300, "ignore_eos": True, "stream": True}
         with server.client.stream("POST", TEXT, json=body) as answer:
             lines = (line for line in answer.iter_lines() if line)

@@ -30,7 +30,8 @@ CHAT = "/v1/chat/completions"
 
 @pytest.fixture(scope="module")
 def replicas() -> Iterator[Server]:
-    with running("--replicas", "2", "--threads", "1", "--kv-blocks", "1024", "--api-key", "secret") as found:
+    patient = ("--shutdown-timeout", f"{PATIENCE:.0f}")  # a busy machine generates for minutes
+    with running("--replicas", "2", "--threads", "1", "--kv-blocks", "1024", "--api-key", "secret", *patient) as found:
         found.client.headers["authorization"] = "Bearer secret"
         yield found
 
