@@ -217,7 +217,8 @@ class Generation:
                 if choice.parser is not None:
                     events = choice.parser.push(piece.text)
                     if piece.finish_reason:
-                        events = merge_events([*events, *choice.parser.finish()])
+                        is_cut_off = piece.finish_reason == "length"
+                        events = merge_events([*events, *choice.parser.finish(is_cut_off=is_cut_off)])
                     choice.events += events
                 if is_new:
                     self._observe_times(choice, len(piece.token_ids))

@@ -207,6 +207,26 @@ def test_cut_off_calls(name: str) -> None:
             assert complete[-1].text.startswith(events[-1].text.split("<")[0].removesuffix("\\n").rstrip())
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_unnamed_calls_that_max_tokens_cuts_are_no_content(name: str) -> None:
+    before = "" if name in WHOLE else "Look: "
+    text = before + write(name, [("search", {"count": 12}), ("now", {})])
+    parser_type, num_dropped = registry.find("tool_formats", name).PARSER, 0
+    marks = [line + mark for mark in (*parser_type.opens, *parser_type.ends) for line in ("", "\n")]
+    for end in range(len(before), len(text)):
+        parser = parser_type(TOOLS)
+        events = merge_events(parser.push(text[:end]) + parser.finish(is_cut_off=True))
+        shown, is_named = content(events), ToolCall(0, "search") in events
+        has_begun = any(mark in text[:end] for mark in parser_type.opens)
+        num_dropped += has_begun and not is_named
+        if is_named or has_begun:
+            rest = shown.removeprefix(before)  # perhaps the begin of a marker
+            assert not rest or any(mark.startswith(rest) for mark in marks), text[:end]
+        else:
+            assert shown == text[:end]
+    assert bool(num_dropped) == (name not in WHOLE)
+
+
 @pytest.mark.slow
 @settings(deadline=None, max_examples=80)
 @given(data=st.data(), name=st.sampled_from(FORMATS))

@@ -90,7 +90,7 @@ class Parser(ABC):
     def __init__(self) -> None:
         self._text = ""
         self._position = 0
-        self._is_closed = False
+        self._is_closed = self._is_cut_off = False
         self._may_drop_text = False  # True: no step holds an earlier position, so `push` may drop read text
         self._events: list[Event] = []
         self._generator = self._parse()
@@ -106,10 +106,11 @@ class Parser(ABC):
             next(self._generator)
         return self._pop_events()
 
-    def finish(self) -> list[Event]:
-        """End the text; returns the events of the text that was held back. No push may follow."""
+    def finish(self, *, is_cut_off: bool = False) -> list[Event]:
+        """End the text; returns the events of the text that was held back. No push may follow. is_cut_off: the text has
+        reached its maximum length, so an unnamed call at its end is no content."""
         if not self._is_closed:
-            self._is_closed = True
+            self._is_closed, self._is_cut_off = True, is_cut_off
             for _ in self._generator:
                 raise AssertionError("a parser asks for text after its end")
         return self._pop_events()

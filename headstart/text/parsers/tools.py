@@ -1,6 +1,7 @@
 """Base classes of tool formats, with one treatment of calls that are cut off or malformed.
 
-- Until its name is announced, a call that does not match its format is content, exactly as written.
+- Until its name is announced, a call that does not match its format is content, exactly as written. A call after an
+  opening marker or another call is dropped instead if the maximum length cuts it off there.
 - After that, arguments that are cut off by the end of the text stay an incomplete JSON text.
 - Otherwise the arguments of an announced call become one JSON object. Malformed JSON is completed, and its rest dropped
   up to the call's end marker. A value that is not an object is converted (`argument_objects`).
@@ -98,11 +99,12 @@ class ToolParser(JsonValueParser):
         """Handle a call that does not match its format. Not announced: `opened` becomes content, and the call's text is
         read again as content. Cut off: drop the rest. Malformed: complete the arguments."""
         self._may_drop_text = False
-        if not self._is_announced:
+        is_cut_call = self._is_cut_off and bool(opened or self._num_calls)
+        if isinstance(reason, EndOfText) and self._is_announced or is_cut_call and not self._is_announced:
+            self._position = len(self._text)
+        elif not self._is_announced:
             self._content(opened)
             self._position = 0
-        elif isinstance(reason, EndOfText):
-            self._position = len(self._text)
         else:
             self._complete_arguments()
             self._position = 0

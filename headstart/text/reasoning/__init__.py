@@ -9,9 +9,9 @@ class ReasoningParser(Parser):
     opening: str  # text at the end of a prompt after which the reasoning begins
     _answer: Parser | None
 
-    def finish(self) -> list[Event]:
-        events = super().finish()
-        return events + self._answer.finish() if self._answer else events
+    def finish(self, *, is_cut_off: bool = False) -> list[Event]:
+        events = super().finish(is_cut_off=is_cut_off)
+        return events + self._answer.finish(is_cut_off=is_cut_off) if self._answer else events
 
     def _content(self, text: str) -> None:
         if self._answer is None:
