@@ -99,8 +99,8 @@ class ToolParser(JsonValueParser):
         """Handle a call that does not match its format. Not announced: `opened` becomes content, and the call's text is
         read again as content. Cut off: drop the rest. Malformed: complete the arguments."""
         self._may_drop_text = False
-        is_cut_call = self._is_cut_off and bool(opened or self._num_calls)
-        if isinstance(reason, EndOfText) and self._is_announced or is_cut_call and not self._is_announced:
+        is_certain = bool(opened or self._num_calls)  # the text was certainly going to be a call
+        if isinstance(reason, EndOfText) if self._is_announced else is_certain and self._is_cut_off:
             self._position = len(self._text)
         elif not self._is_announced:
             self._content(opened)
