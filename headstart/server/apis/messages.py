@@ -141,7 +141,7 @@ def chat_of(body: CountRequest) -> schema.ChatRequest:
     if body.thinking is not None:
         chat["chat_template_kwargs"] = {"enable_thinking": body.thinking.type != "disabled"}
     if config.format is not None:
-        chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": config.format.schema_}}
+        chat["response_format"] = {"type": "json_schema", "schema": config.format.schema_}
     if prefilled:
         chat |= {"continue_final_message": True, "add_generation_prompt": False}
     if isinstance(body, MessagesRequest):
@@ -179,7 +179,7 @@ def _assistant(parts: list[MessageBlock], place: str) -> Json:
 
 def _user(turn: Turn, parts: list[MessageBlock], place: str) -> Iterator[Json]:
     """The chat messages of a user's turn: one for each tool result, then one for texts and images."""
-    said = list[Json]()
+    content_parts = list[Json]()
     for number, part in enumerate(parts):
         if part.type == "tool_result":
             content: Any = part.content or ""
@@ -188,9 +188,9 @@ def _user(turn: Turn, parts: list[MessageBlock], place: str) -> Iterator[Json]:
                 content = schema.joined_parts([_part_of(each, f"{where}.{i}") for i, each in enumerate(content)])
             yield {"role": "tool", "tool_call_id": part.tool_use_id or "", "content": content}
         else:
-            said.append(_part_of(part, f"{place}.{number}"))
-    if said or not parts:
-        yield {"role": turn.role, "content": schema.joined_parts(said)}
+            content_parts.append(_part_of(part, f"{place}.{number}"))
+    if content_parts or not parts:
+        yield {"role": turn.role, "content": schema.joined_parts(content_parts)}
 
 
 def _text(content: str | list[MessageBlock], place: str) -> str:

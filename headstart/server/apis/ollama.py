@@ -197,7 +197,7 @@ def _shared_members(body: OllamaRequest) -> Json:
     if body.format == "json":
         chat["response_format"] = {"type": "json_object"}
     elif body.format:
-        chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": body.format}}
+        chat["response_format"] = {"type": "json_schema", "schema": body.format}
     return {name: value for name, value in chat.items() if value is not None}
 
 

@@ -173,19 +173,20 @@ def _messages(body: ResponsesRequest) -> Iterator[Json]:
         return
     turn: Json | None = None
     for number, item in enumerate(body.input):
-        more = _of_assistant(item, f"input.{number}")
-        if turn is not None and (more is None or _begins_a_turn(turn, more)):
+        members = _assistant_members(item, f"input.{number}")
+        if turn is not None and (members is None or _begins_a_turn(turn, members)):
             yield turn
             turn = None
-        if more is None:
-            yield _other(item, f"input.{number}")
+        if members is None:
+            yield _other_message(item, f"input.{number}")
         else:
-            turn = _joined(turn or {"role": "assistant", "content": ""}, more)
+            turn = _with_members(turn or {"role": "assistant", "content": ""}, members)
     if turn is not None:
         yield turn
 
 
-def _of_assistant(item: InputItem, place: str) -> Json | None:
+def _assistant_members(item: InputItem, place: str) -> Json | None:
+    """The members of an assistant message that an item stands for; None for an item of another role."""
     if item.type == "reasoning":
         return {"reasoning_content": _text(item.content, place) or _text(item.summary, place)}
     if item.type == "function_call":
@@ -196,18 +197,19 @@ def _of_assistant(item: InputItem, place: str) -> Json | None:
     return None
 
 
-def _begins_a_turn(turn: Json, more: Json) -> bool:
-    """Whether `more` begins a new assistant turn. A turn has reasoning first, then one text, then calls."""
+def _begins_a_turn(turn: Json, members: Json) -> bool:
+    """Whether `members` begin a new assistant turn. A turn has reasoning first, then one text, then calls."""
     has_text = bool(turn["content"]) or "tool_calls" in turn
-    return has_text and ("reasoning_content" in more or "content" in more)
+    return has_text and ("reasoning_content" in members or "content" in members)
 
 
-def _joined(turn: Json, more: Json) -> Json:
-    calls = [*turn.get("tool_calls", ()), *more.get("tool_calls", ())]
-    return {**turn, **more, **({"tool_calls": calls} if calls else {})}
+def _with_members(turn: Json, members: Json) -> Json:
+    calls = [*turn.get("tool_calls", ()), *members.get("tool_calls", ())]
+    return {**turn, **members, **({"tool_calls": calls} if calls else {})}
 
 
-def _other(item: InputItem, place: str) -> Json:
+def _other_message(item: InputItem, place: str) -> Json:
+    """The chat message of an item that is not the assistant's. Raises BodyError."""
     if item.type == "message":
         if item.role is None:
             raise BodyError(f"{place}.role is missing", f"{place}.role")
