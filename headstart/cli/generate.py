@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import unicodedata
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -191,4 +190,6 @@ class WordWrap:
 
 def _cells(text: str) -> int:
     """Terminal columns of a text."""
-    return sum(0 if unicodedata.combining(each) else 1 + (unicodedata.east_asian_width(each) in "WF") for each in text)
+    from rich.cells import cell_len  # slow to import
+
+    return cell_len(text)

@@ -96,7 +96,7 @@ def _model_specs(
 
     named: list[tuple[str, str, EngineConfig]] = [(model, model, config) for model in models]
     stems = {model: default_names(model)[0] for model in models}
-    named += [_of_table(name, table, config, settings) for name, table in settings.models.items()]
+    named += [_model_of_table(name, table, config, settings) for name, table in settings.models.items()]
     for name, path in (models_in(folder) if folder else {}).items():
         place = str(path) if path.is_absolute() else f"./{path}"  # else it may look like a repo id
         named.append((name, place, config))
@@ -116,7 +116,7 @@ def _model_specs(
     ]
 
 
-def _of_table(name: str, table: Any, config: EngineConfig, settings: Settings) -> tuple[str, str, EngineConfig]:
+def _model_of_table(name: str, table: Any, config: EngineConfig, settings: Settings) -> tuple[str, str, EngineConfig]:
     """Name, path and config of a [models.NAME] table. Raises UsageError, naming the place."""
     place = f"{settings.file} [models.{name}]"
     if not isinstance(table, Mapping) or not isinstance(table.get("path"), str) or not table["path"]:
