@@ -38,6 +38,11 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(document, ensure_ascii=False)
 
 
+def base_url(host: str, port: int, *, tls: bool = False) -> str:
+    """The URL of a server, with brackets around an IPv6 address."""
+    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+
 @contextmanager
 def listening(host: str, port: int) -> Iterator[list[socket.socket]]:
     """Sockets bound to all addresses of the host (localhost has two). They do not accept connections yet: binding early

@@ -14,7 +14,7 @@ from headstart.errors import UsageError
 from headstart.hub import DEFAULT_MODEL, DEMO_NOTE
 from headstart.server.app import ServerConfig, app_over
 from headstart.server.model_manager import ModelManager
-from headstart.server.process import set_up_logs
+from headstart.server.process import base_url, set_up_logs
 from headstart.server.protocol import HttpProtocol
 from headstart.server.replicas.router import RouterMembership
 from headstart.stats import synthetic_note
@@ -77,9 +77,8 @@ async def _run(
             membership.start()
         _handle_signals(server, models, config.shutdown_timeout, find_head, membership)
         if config.replica is None:  # for replicas the supervisor logs the router's address
-            host = f"[{config.host}]" if ":" in config.host else config.host
-            scheme = "https" if server.config.is_ssl else "http"
-            log.info("running on %s://%s:%d (Ctrl-C to stop)", scheme, host, sockets[0].getsockname()[1])
+            url = base_url(config.host, sockets[0].getsockname()[1], tls=server.config.is_ssl)
+            log.info("running on %s (Ctrl-C to stop)", url)
     await serving
 
 

@@ -22,6 +22,7 @@ from urllib.parse import quote, urlsplit
 
 from headstart.errors import UsageError
 from headstart.server import limits
+from headstart.server.process import base_url
 from headstart.system import describe_exit, end_with_parent
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class RouterProcess:
     def url(self) -> str:
         """The router's address from this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        return base_url(host, self.port)
 
     @property
     def metrics(self) -> str:
@@ -179,7 +180,7 @@ def own_url(router: str, host: str, port: int, *, tls: bool) -> str:
     if _is_loopback(host) and not all(_is_loopback(str(each[4][0])) for each in found):
         what = f"--join: the router at {router} cannot reach {host}, which is this machine's own address"
         raise UsageError(what, "--host 0.0.0.0, or the address by which others know this machine")
-    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+    return base_url(host, port, tls=tls)
 
 
 def _host_and_port(router: str) -> tuple[str, int]:
