@@ -94,7 +94,7 @@ def _without_extra_keys(schema: Any) -> Any:
     return {**found, "additionalProperties": schema.get("additionalProperties", False)} if is_object else found
 
 
-def _one_each(values: Any, prompts: Seq[Any], what: str) -> list[Any]:
+def _one_per_prompt(values: Any, prompts: Seq[Any], what: str) -> list[Any]:
     """A value for each prompt. values: one for all, or a sequence. Raises UsageError for another number of values."""
     if isinstance(values, str) or not isinstance(values, Seq):
         return [values] * len(prompts)
@@ -123,7 +123,7 @@ def _check_arguments(prompt: Prompt, params: Any, depth: Any, vocab_size: int, o
             raise ParameterError(name, f"names token {unknown[0]}, but ids end at {vocab_size - 1}")
 
 
-def _checked(message: Message) -> Message:
+def _checked_message(message: Message) -> Message:
     """The message with a text for the content None that calls of tools may have. Raises UsageError for a role or
     content of another type."""
     if message.get("content") is None and message.get("tool_calls"):
@@ -340,7 +340,7 @@ class LLM:
         if len(messages) < len(parts):
             hint = "give a text, a list of ids, or a list of messages, which is what chat(messages) takes"
             raise UsageError("a prompt is neither token ids nor messages", hint)
-        messages = [_checked(each) for each in messages]
+        messages = [_checked_message(each) for each in messages]
         if self.chat_template is None:
             raise UsageError(f"{self.model.name} has no chat template", "give a text, which it continues")
         shown, sources = split_images(messages)
@@ -436,8 +436,10 @@ class LLM:
             prompts = [prompts]
         if not isinstance(prompts, Seq):
             raise UsageError(f"prompts is {type(prompts).__name__}", "give a text or a list: generate([prompt])")
-        chosen = _one_each(self.default_params if params is None else params, prompts, "sets of sampling parameters")
-        loras = _one_each(lora, prompts, "names of adapters")
+        chosen = _one_per_prompt(
+            self.default_params if params is None else params, prompts, "sets of sampling parameters"
+        )
+        loras = _one_per_prompt(lora, prompts, "names of adapters")
         each_images = per_prompt(images, prompts, is_single)
         requests = [
             self.request(prompt, each, images=some, lora=name, **options)  # type: ignore[arg-type]

@@ -55,7 +55,7 @@ class StateCacheManager:
     ) -> None:
         self.num_running, self.num_slots, self.num_kept = num_running, num_running + num_snapshots, num_kept
         self._block_size = block_size
-        self.every = -(-every // block_size) * block_size  # positions between snapshots
+        self.snapshot_interval = -(-every // block_size) * block_size  # in positions
         self._free = list(range(num_running))[::-1]
         self._unused = list(range(num_running, self.num_slots))[::-1]
         self._snapshots: OrderedDict[bytes, int] = OrderedDict()  # block key -> slot, least recently used first
@@ -127,7 +127,7 @@ class StateCacheManager:
         """Position -> slot of the snapshots to write between the sequence's state and `end`, in ascending order."""
         size, snapshot_slots = self._block_size, {}
         for position in range(state.position // size * size + size, end + 1, size):
-            if position % self.every == 0 or position == (sequence.num_prompt - 1) // size * size:
+            if position % self.snapshot_interval == 0 or position == (sequence.num_prompt - 1) // size * size:
                 slot = self._take()
                 if slot is not None:
                     snapshot_slots[position] = slot

@@ -26,7 +26,7 @@ MAX_LOAD_S = 30.0  # seconds after which a request no longer waits for a load
 class BlockTransfer:
     """Transfer of one part of a block, or of a recurrent state (`block` is None)."""
 
-    number: int  # part number
+    part_number: int
     part: BlockPart
     key: bytes
     index: int  # block or state slot
@@ -163,7 +163,7 @@ class KVSpill:
         if item.known and store.touch(part.name, item.key, item.when_ns):
             return
         if not store.put(part.name, item.key, part.read(item.index), item.when_ns) and item.block:
-            item.block.stored_at.pop(item.number, None)
+            item.block.stored_at.pop(item.part_number, None)
 
     def flush(self, seconds: float | None = None) -> None:
         """Waits until all queued saves are done. Thread-safe. Raises TimeoutError."""
@@ -204,7 +204,7 @@ class KVSpill:
         no prefix has one."""
         assert self._states is not None
         name = self._parts[STATE].name
-        every = self._states.every // self._block_size
+        every = self._states.snapshot_interval // self._block_size
         for n in range(count, 0, -1):
             if self._states.has(keys[n - 1]):
                 return n, True
@@ -248,7 +248,7 @@ class KVSpill:
                     ahead = load.todo[READ_AHEAD_FILES] if len(load.todo) > READ_AHEAD_FILES else None
                 if ahead:
                     ahead.cold = self.store.read_ahead(ahead.part.name, ahead.key)
-                if not self._load(item) and item.number == TRUNK:
+                if not self._load(item) and item.part_number == TRUNK:
                     with self._guard:
                         load.todo.clear()  # later blocks are useless without this one
         finally:
@@ -303,17 +303,17 @@ class KVSpill:
     def _end_load(self, load: PrefixLoad) -> None:
         """Publishes the loaded blocks before the first missing one; they stay held for the load's first sequence."""
         self._loads.remove(load)
-        missing = [place for place, item in load.items if item.number == TRUNK and item.tier is None]
+        missing = [place for place, item in load.items if item.part_number == TRUNK and item.tier is None]
         num_usable = min(missing, default=len(load.blocks))
         now = time.monotonic()
         for place, item in load.items:
-            if item.number == STATE or item.tier is None or place >= num_usable:
+            if item.part_number == STATE or item.tier is None or place >= num_usable:
                 continue
             block = load.blocks[place]
-            if item.part is self._parts.get(item.number):  # False if the head was changed since
-                block.stored_at[item.number] = now
-                if item.number != TRUNK:
-                    block.filled[item.number] = self._block_size
+            if item.part is self._parts.get(item.part_number):  # False if the head was changed since
+                block.stored_at[item.part_number] = now
+                if item.part_number != TRUNK:
+                    block.filled[item.part_number] = self._block_size
         for place in range(load.num_present, num_usable):
             self._pool.publish(load.blocks[place], load.keys[place])
         while len(load.blocks) > num_usable:
@@ -334,7 +334,7 @@ class KVSpill:
         self._load_starters.discard(sequence)
         if load := self._unattached.pop(sequence, None):
             for place, item in load.items:
-                if item.number == TRUNK and item.tier is not None and place < len(load.blocks):
+                if item.part_number == TRUNK and item.tier is not None and place < len(load.blocks):
                     self.hits[item.tier] += self._block_size
             self._release(load)
 
@@ -357,7 +357,7 @@ class KVSpill:
         self._process_results()
         for item in self._take_unsaved(wanted - pool.num_free):
             assert item.block is not None
-            item.block.stored_at.pop(item.number, None)
+            item.block.stored_at.pop(item.part_number, None)
             pool.release(item.block)
         self._free_unattached(wanted)
         if pool.num_free < wanted and self._loads:

@@ -35,8 +35,8 @@ log = logging.getLogger("headstart.cache")
 
 MAGIC = b"headstart kv 1\n\0"
 DIGEST_BYTES, KEY_BYTES = 32, 16
-_HEAD = struct.Struct(f"<{len(MAGIC)}s{KEY_BYTES}s{KEY_BYTES}sQ")
-HEADER_BYTES = _HEAD.size + DIGEST_BYTES
+_HEADER = struct.Struct(f"<{len(MAGIC)}s{KEY_BYTES}s{KEY_BYTES}sQ")
+HEADER_BYTES = _HEADER.size + DIGEST_BYTES
 PAGE = 4096  # files count in whole pages, as most disks store them
 EVICT_ABOVE = 7 / 8  # share of the size limit from which the oldest files are removed
 SCANS_PER_LIMIT = 64
@@ -108,8 +108,8 @@ class BlockStore:
         size = HEADER_BYTES + sum(piece.nbytes for piece in content)
         if not self._make_room(size):
             return False
-        head = _head(part, key, size - HEADER_BYTES)
-        pieces: list[bytes | memoryview] = [head, _digest(head, content), *(piece.data for piece in content)]
+        header = _header(part, key, size - HEADER_BYTES)
+        pieces: list[bytes | memoryview] = [header, _digest(header, content), *(piece.data for piece in content)]
         try:
             self._write(self.path(part, key), pieces, when_ns)
         except OSError as error:
@@ -276,12 +276,12 @@ def _write_all(file: Any, piece: bytes | memoryview) -> None:
         view = view[file.write(view) :]
 
 
-def _head(part: str, key: bytes, num_bytes: int) -> bytes:
-    return _HEAD.pack(MAGIC, bytes.fromhex(part), key, num_bytes)
+def _header(part: str, key: bytes, num_bytes: int) -> bytes:
+    return _HEADER.pack(MAGIC, bytes.fromhex(part), key, num_bytes)
 
 
-def _digest(head: bytes, content: Seq[Bytes]) -> bytes:
-    digest = hashlib.sha256(head)  # processors have instructions for it: twice as fast as blake2b
+def _digest(header: bytes, content: Seq[Bytes]) -> bytes:
+    digest = hashlib.sha256(header)  # processors have instructions for it: twice as fast as blake2b
     for piece in content:
         digest.update(piece.data)
     return digest.digest()
@@ -289,9 +289,10 @@ def _digest(head: bytes, content: Seq[Bytes]) -> bytes:
 
 def _is_whole(part: str, key: bytes, data: Bytes) -> bool:
     """True if the bytes are an undamaged file of this block."""
-    head = _head(part, key, len(data) - HEADER_BYTES) if len(data) >= HEADER_BYTES else b""
-    header = data[: _HEAD.size].tobytes()
-    return header == head and data[_HEAD.size : HEADER_BYTES].tobytes() == _digest(head, [data[HEADER_BYTES:]])
+    if len(data) < HEADER_BYTES:
+        return False
+    header = _header(part, key, len(data) - HEADER_BYTES)
+    return data[:HEADER_BYTES].tobytes() == header + _digest(header, [data[HEADER_BYTES:]])
 
 
 def _read(handle: int, size: int) -> tuple[Bytes, Tier | None]:

@@ -166,7 +166,7 @@ class BlockDrafter(Drafter):
             start, end = self._runner.filled(self._network, sequence), len(sequence.tokens) - 1
             while start < end:
                 count = min(end - start, rows_left)
-                parts.append(Rows(sequence, start, self._own(sequence.tokens[start : start + count]), 0))
+                parts.append(Rows(sequence, start, self._network_ids(sequence.tokens[start : start + count]), 0))
                 start, rows_left = start + count, rows_left - count
                 if not rows_left:
                     self._keep(parts)
@@ -178,13 +178,13 @@ class BlockDrafter(Drafter):
         self._runner.run(self._network, self._programs[0], parts)
         self._runner.fill(self._network, parts)
 
-    def _own(self, tokens: Seq[int]) -> list[int]:
+    def _network_ids(self, tokens: Seq[int]) -> list[int]:
         """The network's ids of the trunk's tokens."""
         return list(tokens)
 
     def _rows(self, request: DraftRequest) -> Rows:
         anchor = len(request.sequence.tokens) - 1
-        (token,) = self._own(request.sequence.tokens[-1:])
+        (token,) = self._network_ids(request.sequence.tokens[-1:])
         return block_rows(self._spec, request.sequence, anchor, request.depth, token)
 
     def _draw_in_turn(self, growing: list[GrowingDraft], logits: Buffer, confidences: Float32 | None) -> None:

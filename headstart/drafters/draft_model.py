@@ -222,7 +222,7 @@ class ParallelDraftModelDrafter(BlockDrafter):
         longest = self._model.max_length
         super().propose([each for each in requests if len(each.sequence.tokens) + each.depth <= longest])
 
-    def _own(self, tokens: Seq[int]) -> list[int]:
+    def _network_ids(self, tokens: Seq[int]) -> list[int]:
         ids = self._model.own_ids
         return list(tokens) if ids is None else ids[tokens].tolist()
 

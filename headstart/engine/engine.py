@@ -52,7 +52,7 @@ class Engine:
         rates = config.synthetic_rates
         self.synthetic = SyntheticVerifier(rates) if rates and drafter else None
         self.reset_stats()
-        self._order = count()
+        self._arrivals = count()
         self._live: dict[str, list[Sequence]] = {}
 
     @property
@@ -110,7 +110,7 @@ class Engine:
 
     def _start(self, request: Request, choice: int) -> Sequence:
         constraint = request.constraint.copy() if request.constraint is not None else None
-        sequence = Sequence(request, choice, list(request.prompt_ids), next(self._order), constraint=constraint)
+        sequence = Sequence(request, choice, list(request.prompt_ids), next(self._arrivals), constraint=constraint)
         sequence.stats = self._new_stats()
         return sequence
 

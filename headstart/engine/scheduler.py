@@ -64,9 +64,9 @@ class WaitingQueue:
             served = self._served_now()
             least_served = min(served.get(each, 0.0) for each in active)
             self._served[owner] = max(self._served.get(owner, 0.0), least_served)
-        queue = self._queues.setdefault(_key(sequence), deque())
+        queue = self._queues.setdefault(_queue_key(sequence), deque())
         if queue and queue[-1].order > sequence.order:
-            insort(queue, sequence, key=_order)
+            insort(queue, sequence, key=_arrival)
         else:
             queue.append(sequence)
 
@@ -94,10 +94,10 @@ class WaitingQueue:
         elif sequence in self._loading:
             self._loading.remove(sequence)
         else:
-            queue = self._queues[_key(sequence)]
+            queue = self._queues[_queue_key(sequence)]
             queue.remove(sequence)
             if not queue:
-                del self._queues[_key(sequence)]
+                del self._queues[_queue_key(sequence)]
         self._count -= 1
 
     def charge(self, sequence: Sequence, tokens: int) -> None:
@@ -114,11 +114,11 @@ class WaitingQueue:
         return served
 
 
-def _order(sequence: Sequence) -> int:
+def _arrival(sequence: Sequence) -> int:
     return sequence.order
 
 
-def _key(sequence: Sequence) -> tuple[int, str]:
+def _queue_key(sequence: Sequence) -> tuple[int, str]:
     return sequence.request.priority, sequence.request.owner
 
 
@@ -155,7 +155,7 @@ class Scheduler:
         budget, preemptions = self.budget, self.num_preemptions
         running = list(self.running)
         for number, sequence in enumerate(running, 1):
-            if sequence in self.running:  # not preempted in this step
+            if self.num_preemptions == preemptions or sequence in self.running:  # not preempted in this step
                 budget -= self._extend(sequence, budget, spans, num_following=len(running) - number)
         while self.waiting.has_next and budget > 0 and len(self.running) < self.max_num_seqs:
             # a sequence preempted in this step must wait: admitting it now would preempt the next one

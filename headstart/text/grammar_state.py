@@ -56,7 +56,7 @@ class GrammarState:
         self._with_text = with_text  # tokens with text, without end-of-text ids
         self._ends = ends  # end-of-text ids
         self._special = special  # special tokens with text
-        self._dead: int | None = None  # number of tokens after which the mask was empty
+        self._dead_end_at: int | None = None  # number of tokens after which the mask was empty
         self._tokens: list[int] = []  # tokens that the matcher has consumed
         self._num_ends = 0  # end-of-text ids after `_tokens`; the matcher does not get them
         self._masks: dict[int, Mask] = {}  # number of tokens before -> mask
@@ -68,22 +68,22 @@ class GrammarState:
             cached = self._masks.get(len(self._tokens))
             if cached is not None and not self._matcher.is_error():
                 return cached
-            bits = self._compute()
+            bits = self._compute_mask()
             while self._matcher.is_error() and self._restart_lexer():
-                bits = self._compute()
+                bits = self._compute_mask()
             if not self._matcher.is_error():
                 # a grammar may name an end-of-text token, which is allowed only where the text may end
                 may_end = self._matcher.is_accepting()
                 allowed: Mask = bits & (self._with_text | self._ends if may_end else self._with_text)
                 if (allowed & self._special).any():
                     allowed &= ~self._refused(allowed & self._special)
-                self._dead = None if allowed.any() or may_end else len(self._tokens)
+                self._dead_end_at = None if allowed.any() or may_end else len(self._tokens)
                 allowed.flags.writeable = False
                 self._masks[len(self._tokens)] = allowed
                 return allowed
         return np.zeros_like(self._ends) if self._matcher.is_error() else self._ends.copy()
 
-    def _compute(self) -> Mask:
+    def _compute_mask(self) -> Mask:
         started = time.perf_counter()
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)[: len(self._with_text)]
         self.lexer.seconds += time.perf_counter() - started
@@ -143,16 +143,16 @@ class GrammarState:
         """Consume `token`. Returns False if the grammar refuses it; the state is then unchanged or has an `error`.
 
         Every token in `mask` is accepted, and so is a token that spells a forced text unlike the tokenizer would."""
-        if self._taken(token):
+        if self._consume(token):
             return True
         known = self._masks.get(len(self._tokens))
         if self._num_ends or known is None or not 0 <= token < 32 * len(known) or not _has(known, token):
             return False
         del self._masks[len(self._tokens)]
         self.mask()  # the lexer has failed since the mask was computed: sets the error, or restarts the lexer
-        return not self._matcher.is_error() and self._taken(token)
+        return not self._matcher.is_error() and self._consume(token)
 
-    def _taken(self, token: int) -> bool:
+    def _consume(self, token: int) -> bool:
         if token in self._end_ids and (self._num_ends or self._matcher.is_accepting()):
             self._num_ends += 1
             return True
@@ -210,7 +210,7 @@ class GrammarState:
     @property
     def done(self) -> bool:
         """Whether only end-of-text can follow: the text is complete, or there is an `error`."""
-        return bool(self._num_ends or self._matcher.is_stopped() or self._dead == len(self._tokens))
+        return bool(self._num_ends or self._matcher.is_stopped() or self._dead_end_at == len(self._tokens))
 
     @property
     def accepting(self) -> bool:
@@ -222,7 +222,7 @@ class GrammarState:
         """The reason why the text cannot be completed (no tokens spell the required text, or the grammar exceeds
         llguidance's limits); empty without an error. A state with an error is `done` and not `accepting`."""
         if not self._matcher.is_error():
-            return DEAD_END if self._dead == len(self._tokens) else ""
+            return DEAD_END if self._dead_end_at == len(self._tokens) else ""
         message = one_line(self._matcher.get_error())
         if message.startswith("NoExtension"):
             return "no text of this vocabulary can satisfy it"
