@@ -284,20 +284,18 @@ class Runner:
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
-        """Context in which new networks are opened, which then take over the pools of the current ones. Raises
-        ModelError if their pool specs differ; the current networks then stay."""
+        """Context in which new networks are opened. At its end they take over the pools of the current networks.
+        Raises ModelError if the pool specs differ. After any error the current networks stay."""
         before, self.networks = self.networks, []
-        done = False
         try:
             yield
             if [each.pool_specs for each in self.networks] != [each.pool_specs for each in before]:
                 raise ModelError("its KV cache has another shape than the old head", "start the server again")
             for new, old in zip(self.networks, before, strict=True):
                 self._prepare(new, old.pools)
-            done = True
-        finally:
-            if not done:
-                self.networks = before
+        except BaseException:
+            self.networks = before
+            raise
 
     def run(
         self, handle: NetworkHandle, program: str, rows: Seq[Rows], *, hidden: Buffer = None,

@@ -55,8 +55,7 @@ class LibraryVocabulary:
         self.eos_token_id = min(ends, default=vocab_size)
         self.bos_token_id = tokenizer.bos_id
         special = set(self.special_token_ids)
-        plain = ((piece, token) for token, piece in enumerate(self.tokens) if piece and token not in special)
-        self._id_of = dict(plain)
+        self._id_of = {piece: token for token, piece in enumerate(self.tokens) if piece and token not in special}
         self._longest = max(map(len, self._id_of), default=0)
 
     def __call__(self, text: str | bytes) -> list[int]:
@@ -80,6 +79,7 @@ class LibraryVocabulary:
         return ids
 
     def _longest_first(self, data: bytes) -> list[int]:
+        """Ids that spell `data`, at each place the longest token; up to the first byte that no token begins with."""
         ids: list[int] = []
         start = 0
         while start < len(data):
