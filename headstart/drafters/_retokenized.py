@@ -26,7 +26,7 @@ class RetokenizingDrafter(Drafter):
     def __init__(self, target: TargetModel, model: DraftModel, texts: TextCompleter) -> None:
         assert model.tokenizers
         self._texts, (self._trunk, self._own) = texts, model.tokenizers
-        self._vocab, self._longest = target.config.vocab_size, model.max_length
+        self._vocab_size, self._max_length = target.config.vocab_size, model.max_length
 
     def propose(self, requests: Seq[DraftRequest]) -> None:
         found: list[tuple[DraftRequest, int, list[int]]] = []
@@ -41,11 +41,11 @@ class RetokenizingDrafter(Drafter):
 
     def _own_tokens(self, tokens: Seq[int], depth: int) -> list[int]:
         """The text of trunk tokens in the draft model's tokens; empty if it ends inside a character or is too long."""
-        room = self._longest - _own_count(depth) - 1
-        start = -(-max(len(tokens) - room, 0) // STEP) * STEP
+        max_tokens = self._max_length - _own_count(depth) - 1
+        start = -(-max(len(tokens) - max_tokens, 0) // STEP) * STEP
         text = self._text(tokens[start:])
         own = self._own.encode(text) if text else []
-        while len(own) > room:
+        while len(own) > max_tokens:
             start += STEP
             own = self._own.encode(self._text(tokens[start:]) or "") if start < len(tokens) else []
         return own
@@ -79,7 +79,7 @@ class RetokenizingDrafter(Drafter):
             i = len(ids)
         if size != length:  # a token lies on both sides
             i, ids = 0, self._trunk.encode(new, parse_special=False)
-        return [token for token in ids[i:] if token < self._vocab]
+        return [token for token in ids[i:] if token < self._vocab_size]
 
 
 def _own_count(depth: int) -> int:

@@ -153,28 +153,33 @@ class GrowingDraft:
         return len(self.draft.tokens) < self.depth
 
     @property
+    def position(self) -> int:
+        """Absolute position of the next token."""
+        return len(self.sequence.tokens) + len(self.draft.tokens)
+
+    @property
     def entry(self) -> tuple[Sequence, int, Seq[int]]:
         """Entry of the next token for `DraftRunner.draw`."""
-        return self.sequence, len(self.sequence.tokens) + len(self.draft.tokens), self.draft.tokens
+        return self.sequence, self.position, self.draft.tokens
 
     def append(self, sampled: Sampled, row: int, score: float | None = None) -> None:
         """Appends the token sampled in `row`. Its score is `score`, or else its own probability if that is known.
 
         A failed row (no allowed token is in the draft vocabulary, or the head fails) and the gate end the draft."""
-        token, sample = int(sampled.tokens[row]), self.draft
+        token, draft = int(sampled.tokens[row]), self.draft
         if token < 0:
-            self.depth = min(self.depth, len(sample.tokens))
+            self.depth = min(self.depth, len(draft.tokens))
         if not self.can_grow:
             return
-        sample.tokens.append(token)
+        draft.tokens.append(token)
         if sampled.probs is not None:
-            sample.probs = [*(sample.probs or []), sampled.probs[row]]
+            draft.probs = [*(draft.probs or []), sampled.probs[row]]
         if score is not None:
-            sample.scores.append(score)
+            draft.scores.append(score)
         elif known := sampled.logprobs[row]:
-            sample.scores.append(math.exp(known.logprob))
-        if self.can_grow and self.gate is not None and not self.gate.should_continue(sample):
-            self.depth = len(sample.tokens)
+            draft.scores.append(math.exp(known.logprob))
+        if self.can_grow and self.gate is not None and not self.gate.should_continue(draft):
+            self.depth = len(draft.tokens)
 
 
 @dataclass(frozen=True)

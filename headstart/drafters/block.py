@@ -199,10 +199,9 @@ class BlockDrafter(Drafter):
                 row_logits[:, -carry.shape[1] :] = carry[kept]
             confidence = None if confidences is None else confidences[rows]
             if self._markov:
-                before = [(r.draft.tokens or r.sequence.tokens)[-1:] for r in growing]
-                parts = [
-                    Rows(r.sequence, len(r.sequence.tokens) - 1, b, 1) for r, b in zip(growing, before, strict=True)
-                ]
+                newest = [(each.draft.tokens or each.sequence.tokens)[-1:] for each in growing]
+                pairs = zip(growing, newest, strict=True)
+                parts = [Rows(each.sequence, len(each.sequence.tokens) - 1, token, 1) for each, token in pairs]
                 output = self._runner.run(self._network, MARKOV, parts, hidden=row_logits)
                 row_logits, carry = output["logits"], output.get("carry")
                 if confidence is not None and "confidence" in output:

@@ -142,9 +142,8 @@ class DraftModelDrafter(Drafter):
             self._runner.fill(self._network, [Rows(sequence, unverified.start, unverified.tokens[:num_accepted], 0)])
 
     def propose(self, requests: Seq[DraftRequest]) -> None:
-        longest = self._model.max_length
         starting = (request for request in requests if request.should_start)
-        eligible = [each for each in starting if len(each.sequence.tokens) + each.depth <= longest]
+        eligible = [each for each in starting if len(each.sequence.tokens) + each.depth <= self._model.max_length]
         if not eligible:
             return
         growing = [GrowingDraft.start(request, self.method) for request in eligible]
@@ -159,15 +158,12 @@ class DraftModelDrafter(Drafter):
             self._runner.fill(self._network, committed)
             self._draw(logits, growing, guesses)
             committed, growing = [], [each for each in growing if each.can_grow]
-            parts = [
-                Rows(each.sequence, len(each.sequence.tokens) + len(each.draft.tokens) - 1, each.draft.tokens[-1:], 1)
-                for each in growing
-            ]
+            parts = [Rows(each.sequence, each.position - 1, each.draft.tokens[-1:], 1) for each in growing]
 
     def _draw(self, logits: Buffer, growing: Seq[GrowingDraft], guesses: Seq[Seq[int]]) -> None:
         """Appends to each draft the tokens of its rows [L, V'], up to the first that differs from its guess."""
         entries = [
-            (each.sequence, len(each.sequence.tokens) + len(each.draft.tokens) + i, [*each.draft.tokens, *guessed[:i]])
+            (each.sequence, each.position + i, [*each.draft.tokens, *guessed[:i]])
             for each, guessed in zip(growing, guesses, strict=True)
             for i in range(len(guessed) + 1)
         ]
@@ -219,8 +215,8 @@ class ParallelDraftModelDrafter(BlockDrafter):
         self._model = model
 
     def propose(self, requests: Seq[DraftRequest]) -> None:
-        longest = self._model.max_length
-        super().propose([each for each in requests if len(each.sequence.tokens) + each.depth <= longest])
+        max_length = self._model.max_length
+        super().propose([each for each in requests if len(each.sequence.tokens) + each.depth <= max_length])
 
     def _network_ids(self, tokens: Seq[int]) -> list[int]:
         ids = self._model.own_ids

@@ -165,9 +165,9 @@ class HeadDrafter(base.Drafter):
         """Appends a token to each draft, from its last token and recycled vector; returns the new vectors [n, H]."""
         module = cast(int, self._spec.module_of(step))
         before = self._spec.rows_before(step)
-        parts = [Rows(r.sequence, len(r.sequence.tokens) + before, r.draft.tokens[-1:], 1) for r in growing]
+        parts = [Rows(each.sequence, len(each.sequence.tokens) + before, each.draft.tokens[-1:], 1) for each in growing]
         # a copy, also of all rows: a pass must not read the buffer it writes
-        recycled = self._backend.rows(hidden, np.array([r.row for r in growing], np.int32))
+        recycled = self._backend.rows(hidden, np.array([each.row for each in growing], np.int32))
         output = self._runner.run(self._network, f"next.{module}", parts, hidden=recycled)
         for row, each in enumerate(growing):
             each.row = row
