@@ -240,8 +240,8 @@ class Tensor:
         """The transposed matrix, in memory. BF16 and F16 keep their dtype, any other becomes F32."""
         narrow = self.dtype in ("BF16", "F16")
         grid = (self._view("<u2") if narrow else self.float32()).reshape(self.shape)
-        turned = np.ascontiguousarray(grid.T).reshape(-1).view(np.uint8)
-        return make_tensor(f"{self.name}.T", self.shape[::-1], self.dtype if narrow else "F32", turned)
+        columns = np.ascontiguousarray(grid.T).reshape(-1).view(np.uint8)
+        return make_tensor(f"{self.name}.T", self.shape[::-1], self.dtype if narrow else "F32", columns)
 
     def plain(self) -> Tensor:
         """The tensor itself if its dtype is BF16, F16 or F32, else its values as F32 in memory."""

@@ -277,7 +277,7 @@ FOUND: Mapping[str, str] = {
 }
 """Config keys that gguf.py derives and that a family need not read -> the reason."""
 HARMLESS: Mapping[str, str] = {
-    "vocab_size": "the embedding says it",
+    "vocab_size": "given by the embedding",
     "rope.dimension_sections": "read with the rope's keys",
     "n_deepstack_layers": "read with the vision tower",
     "pooling_type": "of embeddings",

@@ -124,11 +124,6 @@ class Regrouped(Deferred):
     make: Callable[[], Integers]
     main: Tensor
 
-    @classmethod
-    def of(cls, make: Callable[[], Integers], main: Tensor) -> "Regrouped":
-        found = make()
-        return cls(found.name, found.shape, found.dtype, make, main)
-
     def fingerprint(self) -> int:
         return self.main.fingerprint()
 

@@ -246,8 +246,8 @@ class StoredWeights:
             return decode
         if repacked := self.repacked(stored):
             return _values_of(repacked, stored.name, self.shape(stored))
-        if make := self.integers(stored):
-            return make().values
+        if regrouped := self.regrouped(stored):
+            return regrouped.make().values
         if quantization is None and stored.scale is not None and (marks or main.dtype not in FLOATS):
             what = f"{main.name} is {main.dtype}, but has scales {stored.scale.name}"
             raise ModelError(what, "no known quantization stores weights in this way")
@@ -264,15 +264,17 @@ class StoredWeights:
             return None
         return quantization.keep(stored)
 
-    def integers(self, stored: Stored) -> Callable[[], Integers] | None:
-        """The function that reads a weight as integers and scales, or None. ModelError for an incomplete weight."""
+    def regrouped(self, stored: Stored) -> Regrouped | None:
+        """The weight repacked from its integers and scales, or None. Raises ModelError for an incomplete weight."""
         quantization, described = self.look(stored)
         if quantization is None or quantization.integers is None or described.shape is None:
             return None
         if problem := self.problem(stored):
             raise ModelError(f"{stored.main.name} {problem}", AGAIN)
-        found = partial(quantization.integers, stored)
-        return found if found() is not None else None  # type: ignore[return-value]
+        make = partial(quantization.integers, stored)
+        if (found := make()) is None:
+            return None
+        return Regrouped(found.name, found.shape, found.dtype, make, stored.main)  # type: ignore[arg-type]
 
     def unreadable(self, name: str, kind: str = "") -> ModelError:
         method = self.settings.get("quant_method") or kind or "something unknown"
@@ -336,8 +338,8 @@ def readable(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[s
     for name, stored in weights.stored.items():
         if repacked := weights.repacked(stored):
             tensors_read[name] = RepackedTensor(stored, repacked, weights.shape(stored))
-        elif make := weights.integers(stored):
-            tensors_read[name] = Regrouped.of(make, stored.main)
+        elif regrouped := weights.regrouped(stored):
+            tensors_read[name] = regrouped
         elif decode := weights.decode(stored):
             tensors_read[name] = RepackedTensor(stored, _widened(decode), weights.shape(stored))
         else:

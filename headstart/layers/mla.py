@@ -13,7 +13,7 @@ Canonical tensors under `{layer}.self_attn`: `q_proj` or `q_a_proj`, `q_a_layern
 `o_proj`, `gate_proj`, `sinks` [heads].
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,10 @@ class MLAConfig(MixerConfig):
     source_layer: int | None = None  # index of the earlier layer whose indexer selects positions
     num_gates: int = 0  # the output is multiplied by sigmoid(gate_proj x): a gate by head or by feature; 0: none
     sinks: bool = False  # see Ops.attend
+
+    def sharing(self, source: int | None) -> "MLAConfig":
+        """This attention with the selection of layer `source` in place of its own indexer; None: itself."""
+        return self if source is None else replace(self, indexer=None, source_layer=source)
 
     @property
     def spec(self) -> AttentionSpec:

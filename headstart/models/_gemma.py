@@ -46,7 +46,7 @@ HARMLESS = {
 }  # fmt: skip
 
 
-def one_direction(config: Config, served: object = None) -> None:
+def refuse_bidirectional(config: Config, served: object = None) -> None:
     """Raises ModelError for bidirectional attention (`use_bidirectional_attention`). served: a supported value."""
     if config.get("use_bidirectional_attention") not in (None, False, served):
         keys.refuse_others(config, {"use_bidirectional_attention": False})

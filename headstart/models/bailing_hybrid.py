@@ -93,10 +93,10 @@ FAMILY = Family(
         **_latent.HARMLESS,
         **dict.fromkeys(("embedding_dropout", "output_dropout"), "training only"),
         **dict.fromkeys(("router_dtype", "use_fp32_router"), "of sums, which are float32 here"),
-        **dict.fromkeys(("rotary_dim", "partial_rotary_factor"), "qk_rope_head_dim says it"),
+        **dict.fromkeys(("rotary_dim", "partial_rotary_factor"), "given by qk_rope_head_dim"),
         **dict.fromkeys(("group_norm_size", "num_kv_heads_for_linear_attn", "use_qk_norm"), "of lightning attention"),
         "max_window_layers": "no layer has a window",
-        "moe_router_enable_expert_bias": "is there such a tensor? it is taken",
+        "moe_router_enable_expert_bias": "such a tensor is read wherever there is one",
         **dict.fromkeys(
             ("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"),
             "the width of one times their number",

@@ -50,7 +50,7 @@ FAMILY = Family(
         "rotary_dim": "given by partial_rotary_factor",
         "rope_interleave": "of another attention",
         "max_window_layers": "no layer has a window",
-        "moe_router_enable_expert_bias": "is there such a tensor? it is taken",
+        "moe_router_enable_expert_bias": "such a tensor is read wherever there is one",
         **dict.fromkeys(
             ("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"),
             "the width of one times their number",

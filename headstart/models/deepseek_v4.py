@@ -93,8 +93,8 @@ def with_drafter(
 def _drafter(config: Config, trunk: DecoderConfig, layout: MTPLayout, after: int) -> OwnDrafter:
     """Sizes of the DSpark drafter. Raises ModelError for wrong values and for variants."""
     if unknown := {key: config[key] for key in config if key.startswith("dspark_") and key not in DRAFTER_KEYS}:
-        told = ", ".join(f"{key} {value!r}" for key, value in unknown.items())
-        raise ModelError(f"config.json: {told} of the DSpark drafter is not known")
+        named = ", ".join(f"{key} {value!r}" for key, value in unknown.items())
+        raise ModelError(f"config.json: {named} of the DSpark drafter is not known")
     keys.refuse_others(config, {**DRAFTER, "draft_vocab_size": trunk.vocab_size})
     ids = config.get("dspark_target_layer_ids")
     if not isinstance(ids, list) or not ids or ids != [each for each in range(trunk.num_layers) if each in ids]:
@@ -114,11 +114,11 @@ def _drafter(config: Config, trunk: DecoderConfig, layout: MTPLayout, after: int
 
 def _rates(config: Config) -> dict[str, int]:
     """Kind of layer -> number of positions that one compressed entry covers."""
-    told = config.get("compress_rates") or {}
-    if not isinstance(told, dict) or not {*told} <= {*RATES}:
-        raise ModelError(f"config.json: compress_rates is {told!r}", f"known: {', '.join(RATES)}")
+    written = config.get("compress_rates") or {}
+    if not isinstance(written, dict) or not {*written} <= {*RATES}:
+        raise ModelError(f"config.json: compress_rates is {written!r}", f"known: {', '.join(RATES)}")
     older = {SPARSE: config.get("compress_rate_csa"), HEAVY: config.get("compress_rate_hca")}
-    rates = {kind: number({"rate": older[kind] or told.get(kind)}, "rate", default=RATES[kind]) for kind in RATES}
+    rates = {kind: number({"rate": older[kind] or written.get(kind)}, "rate", default=RATES[kind]) for kind in RATES}
     if min(rates.values()) < 2 or len({*rates.values()}) < 2:
         raise ModelError(f"config.json: compress_rates are {rates}, but must differ and be 2 or more")
     return rates
@@ -183,11 +183,11 @@ def index_spec(config: Config, every: int, rope: RopeSpec) -> IndexSpec:
 def _rope(config: Config, dim: int, *, compressed: bool) -> RopeSpec:
     """RoPE of the last features of a head. Layers with compression have another base, and YaRN without its attention
     temperature (transformers, DeepseekV4Config)."""
-    told = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(told, dict):
-        raise ModelError(f"config.json: rope_parameters is {told!r}, but must be an object")
-    nested = {part: told.get(part) for part in ("main", "compress")}
-    whole = {**told} if not any(nested.values()) else {}
+    written = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(written, dict):
+        raise ModelError(f"config.json: rope_parameters is {written!r}, but must be an object")
+    nested = {part: written.get(part) for part in ("main", "compress")}
+    whole = {**written} if not any(nested.values()) else {}
     own = nested["compress" if compressed else "main"]
     if own is None:
         own = {**whole, "rope_theta": config.get("compress_rope_theta", 160000.0)} if compressed else {}

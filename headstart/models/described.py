@@ -194,7 +194,7 @@ def _index_sources(config: Config, count: int) -> dict[int, int]:
 def _without_indexer(layer: LayerConfig, source: int) -> LayerConfig:
     if not isinstance(layer.mixer, MLAConfig) or layer.mixer.indexer is None:
         return layer
-    return replace(layer, mixer=replace(layer.mixer, indexer=None, source_layer=source))
+    return replace(layer, mixer=layer.mixer.sharing(source))
 
 
 def _sparse_layers(config: Config, count: int) -> list[bool]:

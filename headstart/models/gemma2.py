@@ -16,7 +16,7 @@ LAYERS_27B = 46  # of which llama.cpp knows 27B
 
 
 def parse(config: Config) -> DecoderConfig:
-    _gemma.one_direction(config)
+    _gemma.refuse_bidirectional(config)
     window = number(config, "sliding_window", default=4096)
     mixer = {
         "scale": _gemma.score_scalar(config, LAYERS_27B) ** -0.5,

@@ -22,7 +22,7 @@ LAYERS_27B = 62  # of which llama.cpp knows 27B
 
 def parse(config: Config) -> DecoderConfig:
     config, tied = keys.text_config(config)
-    _gemma.one_direction(config)
+    _gemma.refuse_bidirectional(config)
     kinds, window = keys.kinds_in_turn(config, 6), number(config, "sliding_window", default=0, least=0)
     mixers = {
         kind: keys.attention(

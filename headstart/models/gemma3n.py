@@ -23,7 +23,7 @@ SPARSE_LAYERS, SPARSITY = 10, 0.95  # for a config without activation_sparsity_p
 
 def parse(config: Config) -> DecoderConfig:
     config, tied = keys.text_config(config)
-    _gemma.one_direction(config)
+    _gemma.refuse_bidirectional(config)
     kinds, reads, count = keys.kinds_in_turn(config, 5), keys.by_kind(config), keys.num_layers(config)
     first = count - number(config, "num_kv_shared_layers", default=15, least=0)
     altup, cutoffs, vocab = _altup(config), _cutoffs(config, count), number(config, "vocab_size")

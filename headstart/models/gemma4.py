@@ -28,7 +28,7 @@ OWN = ("head_dim", "num_key_value_heads")  # what `per_layer_config` may say of 
 
 def parse(config: Config) -> DecoderConfig:
     config, tied = keys.text_config(config)
-    _gemma.one_direction(config, "vision")
+    _gemma.refuse_bidirectional(config, "vision")
     unified = str(config["model_type"]).startswith("gemma4_unified")
     kinds = [*keys.kinds_in_turn(config, 6)[:-1], FULL]
     window = number(config, "sliding_window", default=1024 if unified else 512, least=0)

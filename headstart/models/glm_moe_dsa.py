@@ -10,7 +10,6 @@ from dataclasses import replace
 from headstart.errors import ModelError
 from headstart.heads.base import HeadSpec
 from headstart.layers.build import DecoderConfig
-from headstart.layers.decoder import LayerConfig
 from headstart.layers.mla import MLAConfig
 from headstart.models import _latent, deepseek_v32, keys
 from headstart.models.base import Family
@@ -23,17 +22,21 @@ LETTERS = {"F": FULL, "S": SHARED}
 
 def parse(config: Config) -> DecoderConfig:
     keys.refuse_others(config, {"moe_router_dtype": "float32"})
-    decoder, kinds = deepseek_v32.parse(config), indexer_kinds(config)
-    layers, last = list(decoder.layers), 0
-    for index, kind in enumerate(kinds):
-        if kind == SHARED:
-            layers[index] = _sharing(layers[index], last)
-        else:
-            last = index
+    decoder, layers = deepseek_v32.parse(config), []
+    for layer, source in zip(decoder.layers, indexer_sources(config), strict=True):
+        assert isinstance(layer.mixer, MLAConfig)
+        layers.append(replace(layer, mixer=layer.mixer.sharing(source)))
     return replace(decoder, layers=tuple(layers))
 
 
-def indexer_kinds(config: Config) -> list[str]:
+def indexer_sources(config: Config) -> list[int | None]:
+    """For each layer, the earlier layer whose selection it uses; None for a layer with an indexer."""
+    kinds = _indexer_kinds(config)
+    owners = [i for i, kind in enumerate(kinds) if kind == FULL]
+    return [None if kind == FULL else max(j for j in owners if j < i) for i, kind in enumerate(kinds)]
+
+
+def _indexer_kinds(config: Config) -> list[str]:
     """FULL (has an indexer) or SHARED for each layer: from `indexer_types`, else from the letters of
     `index_topk_pattern`, else each `index_topk_freq`th layer from an offset on is FULL."""
     count, kinds = keys.num_layers(config), config.get("indexer_types")
@@ -51,12 +54,6 @@ def indexer_kinds(config: Config) -> list[str]:
         raise ModelError(f"config.json: indexer_types must name {count} layers, the first of them {FULL}")
     keys.check_kinds(kinds[:count], count, (FULL, SHARED))  # some files name the MTP module's too, which has its own
     return kinds[:count]
-
-
-def _sharing(layer: LayerConfig, index: int) -> LayerConfig:
-    """The layer without its indexer: it uses the selection of layer `index`."""
-    assert isinstance(layer.mixer, MLAConfig)
-    return replace(layer, mixer=replace(layer.mixer, indexer=None, source_layer=index))
 
 
 FAMILY = Family(

@@ -31,12 +31,7 @@ def parse(config: Config) -> DecoderConfig:
     count = number(config, "hc_mult", default=4)
     streams = StreamSpec(count, 0, real(config, "hc_eps", 1e-6), real(config, "hc_magnitude", 2.0), mixed=False)
     latent = _mixer(config)
-    mixers: list[MLAConfig] = []
-    for index, kind in enumerate(glm_moe_dsa.indexer_kinds(config)):
-        last = max((i for i, each in enumerate(mixers) if each.indexer), default=0)
-        own = kind == glm_moe_dsa.FULL
-        mixers.append(latent if own else replace(latent, indexer=None, source_layer=last))
-        assert own or index
+    mixers = [latent.sharing(source) for source in glm_moe_dsa.indexer_sources(config)]
     dense, sparse = keys.mlp(config), keys.sigmoid_experts(config)
     limited = replace(sparse, activation=limited_activation(config), shared_activation=sparse.activation)
     layers = keys.mixed_layers(config, mixers, dense, limited, default=1, streams=streams)
@@ -75,7 +70,7 @@ FAMILY = Family(
         **_latent.HARMLESS,
         "learnable_sink_init": "training only",
         **dict.fromkeys(("enable_lm_head_fp32", "head_dtype"), "of sums, which are float32 here"),
-        "mtp_quant_algo": "the tensors say it",
+        "mtp_quant_algo": "given by the tensors",
         "index_share_for_mtp_iteration": "of drafts: here every draft step chooses for itself",
     },
     names=Names(

@@ -114,14 +114,14 @@ def _transposed(config: DecoderConfig, part: MoEConfig, kind: str) -> tuple[int,
     return (config.hidden_size, 2 * part.inner) if kind == "gate_up" else (part.inner, config.hidden_size)
 
 
-def stacked_experts(arrays: Arrays, config: DecoderConfig, *, turned: bool = False) -> Arrays:
-    """Arrays with experts stacked, gate above up. turned: experts are transposed, as in `transposed_experts`."""
+def stacked_experts(arrays: Arrays, config: DecoderConfig, *, transposed: bool = False) -> Arrays:
+    """Arrays with experts stacked, gate above up. transposed: as in `transposed_experts`."""
     theirs, experts = grouped_experts(arrays)
     for prefix, parts in experts.items():
         gates, ups, downs = (parts[f"{part}_proj.weight"] for part in ("gate", "up", "down"))
         both = [np.concatenate(pair) for pair in zip(gates, ups, strict=True)]
         for name, each in (("gate_up_proj", both), ("down_proj", downs)):
-            theirs[f"{prefix}.{name}"] = np.stack([array.T for array in each] if turned else each)
+            theirs[f"{prefix}.{name}"] = np.stack([array.T for array in each] if transposed else each)
     return theirs
 
 

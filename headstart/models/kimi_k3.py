@@ -130,7 +130,7 @@ FAMILY = Family(
     harmless={
         **_latent.HARMLESS,
         **dict.fromkeys(("rope_theta", "rope_scaling", "rope_parameters"), "positions are not rotated"),
-        **dict.fromkeys(kimi_linear.THEIRS, "another key says it"),
+        **dict.fromkeys(kimi_linear.THEIRS, "given by another key"),
         **dict.fromkeys(
             ("media_placeholder_token_id", "image_placeholder", "ignore_index"), "of images, whose tensors are left out"
         ),

@@ -55,7 +55,7 @@ FAMILY = Family(
     harmless={
         **_latent.HARMLESS,
         **dict.fromkeys(("rope_theta", "rope_scaling", "max_position_embeddings"), "positions are not rotated"),
-        **dict.fromkeys(THEIRS, "another key says it"),
+        **dict.fromkeys(THEIRS, "given by another key"),
     },
     names=Names(PREFIXES, SPARSE_BLOCK, gguf=_kda.GGUF),
     adapt=_kda.adapt,

@@ -93,7 +93,7 @@ FAMILY = Family(
                ".feed_forward.": ".mlp."},
     ),
     adapt=transposed_experts,
-    restore=partial(stacked_experts, turned=True),
+    restore=partial(stacked_experts, transposed=True),
     interleaved_files=True,
     aliases=("llama4_text",),
     small={

@@ -15,10 +15,12 @@ from headstart.models.names import WRAPPED, Names
 
 def parse(config: Config) -> DecoderConfig:
     config, tied = keys.text_config(config)
-    return keys.stack(config, windows=keys.windows_in_turn(config), mixer={"temperature": _temper(config)}, tied=tied)
+    return keys.stack(
+        config, windows=keys.windows_in_turn(config), mixer={"temperature": _temperature(config)}, tied=tied
+    )
 
 
-def _temper(config: Config) -> AttentionTemperature | None:
+def _temperature(config: Config) -> AttentionTemperature | None:
     scaling = scaling_of(config)
     strength = real(scaling, "llama_4_scaling_beta", 0.0)
     return AttentionTemperature(number(scaling, "original_max_position_embeddings"), strength) if strength else None

@@ -104,7 +104,6 @@ class MTPLayout:
     tensors: Callable[[Sizes, int, int, Container[str]], DeclaredShapes] | None = None
     """(sizes, module, its layer in the trunk's numbering, names in the files) -> tensors, names without wrappers.
     Tensors that all modules share are declared with module 0."""
-    parts: Mapping[str, str] = field(default_factory=dict)  # part of a name in files -> the part in `tensors`
     closed: bool = False  # a module has no tensors besides those of `tensors`
     trailing: bool = True  # the modules are the layers after the trunk's last
     concat: Literal["e;h", "h;e", "sum", ""] = "e;h"

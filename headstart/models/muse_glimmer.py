@@ -62,7 +62,7 @@ FAMILY = Family(
         "max_position_embeddings": 131072, "rope_theta": 10000.0,
     },
     harmless={
-        "hidden_act": "hidden_activation says it",
+        "hidden_act": "given by hidden_activation",
         **dict.fromkeys(("out_hidden_size", "projector_hidden_size", "projector_hidden_act"), "of images"),
     },
     names=Names(

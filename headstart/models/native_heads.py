@@ -416,16 +416,10 @@ def _as_declared(
 ) -> NativeHeads:
     """Compares the modules with the tensors that other engines load (MTPLayout.tensors)."""
 
-    def named(name: str) -> str:
-        name = strip_wrapper(name)
-        for theirs, ours in layout.parts.items():
-            name = name.replace(theirs, ours)
-        return name
-
     assert layout.tensors
     if layout.trailing and (moved := _moved(heads, weights)):
         return _at_another_layer(heads, weights, moved)
-    names = {named(name): name for name in heads.parts.get(MTP, ())}
+    names = {strip_wrapper(name): name for name in heads.parts.get(MTP, ())}
     own = {short: weights[name] for short, name in names.items()}
     pattern = r"layers\.(\d+)\." if layout.trailing else r"mtp\w*\.(?:layers\.)?(\d+)\."
     first = heads.num_layers if layout.trailing else 0

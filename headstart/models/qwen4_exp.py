@@ -256,8 +256,8 @@ FAMILY = Family(
     defaults={**_gated_delta.DEFAULTS, "num_key_value_heads": 2, "num_experts_per_tok": 10},
     harmless={
         **_gated_delta.HARMLESS,
-        "split_ngram_parts": "the tensors say it",
-        "ple_embedding_dtype": "the tensors say it",
+        "split_ngram_parts": "given by the tensors",
+        "ple_embedding_dtype": "given by the tensors",
         **dict.fromkeys(
             ("ple_embed_dim", "ple_conv_kernel_size", "ngram_size", "heads_per_ngram", "ngram_vocab_size_base", "seed",
              "make_ngram_vocab_size_divisible_by", "indexer_kv_heads", "indexer_head_dim", "indexer_budget",

@@ -130,10 +130,10 @@ def _transformer(head: HeadCheckpoint) -> dict[str, Any]:
     block, layer = head.spec.block, head.spec.layer
     attention, mlp = plain_parts(layer)
     assert block and layer and attention.rope
-    dim, turned = attention.spec.head_dim, attention.rope.inv_freq
+    dim, frequencies = attention.spec.head_dim, attention.rope.inv_freq
     theta = rope_base(attention.rope)
-    plain = [theta ** (-2 * i / attention.rope.rotary_dim) for i in range(len(turned))]
-    same = all(abs(ours - own) <= 1e-9 * own for ours, own in zip(plain, turned, strict=True))
+    plain = [theta ** (-2 * i / attention.rope.rotary_dim) for i in range(len(frequencies))]
+    same = all(abs(ours - own) <= 1e-9 * own for ours, own in zip(plain, frequencies, strict=True))
     if not same or attention.rope.rotary_dim != dim or attention.rope.scale != 1:
         raise ModelError("the head's RoPE is scaled or partial, which cannot be written yet", HINT)
     windows = [block.window(i) for i in range(block.num_layers)]

@@ -308,12 +308,6 @@ class CudaOps(TorchOps):
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         return x.index_select(0, rows)
 
-    def zero_where(self, x: Tensor, positions: Tensor, position: int) -> Tensor:
-        return x.masked_fill((positions == position)[:, None], 0)
-
-    def put_where(self, x: Tensor, token_ids: Tensor, token: int, row: Tensor) -> Tensor:
-        return torch.where((token_ids == token)[:, None], row, x)
-
     def store(self, x: Tensor, pool: Tensor, column: int = 0) -> None:
         self._launch.scatter(x, self._plan["slots"], pool[:, column : column + x.shape[-1]])
 

@@ -121,6 +121,12 @@ class TorchOps(ABC):
         heads = [x.unflatten(-1, (num_heads, -1)) for x in (a, b)]
         return torch.cat(heads, dim=-1).flatten(-2)
 
+    def zero_where(self, x: Tensor, positions: Tensor, position: int) -> Tensor:
+        return x.masked_fill((positions == position)[..., None], 0)
+
+    def put_where(self, x: Tensor, token_ids: Tensor, token: int, row: Tensor) -> Tensor:
+        return torch.where((token_ids == token)[..., None], row, x)
+
 
 class ReferenceOps(TorchOps):
     """`Ops` over torch tensors for one pass."""
@@ -432,12 +438,6 @@ class ReferenceOps(TorchOps):
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         return x[rows]
-
-    def zero_where(self, x: Tensor, positions: Tensor, position: int) -> Tensor:
-        return x.masked_fill((positions == position)[..., None], 0)
-
-    def put_where(self, x: Tensor, token_ids: Tensor, token: int, row: Tensor) -> Tensor:
-        return torch.where((token_ids == token)[..., None], row, x)
 
     def store(self, x: Tensor, pool: Tensor, column: int = 0) -> None:
         pool[self._slots, column : column + x.shape[-1]] = x
