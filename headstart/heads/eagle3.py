@@ -41,6 +41,7 @@ from headstart.heads.kind import (
     plain_parts,
     published_layer,
     random_weights,
+    transformer_keys,
 )
 from headstart.heads.layouts.names import MAPS, NOT_DRAFTING, draft_ids, vocabulary_maps
 from headstart.heads.published import (
@@ -284,30 +285,14 @@ def _parts(norms: Any, hidden: int) -> dict[str, Any]:
 
 
 def _document(head: HeadCheckpoint, num_draft: int) -> dict[str, Any]:
-    attention, mlp = plain_parts(head.spec.layer)
-    assert head.spec.layer and attention.rope
-    dim, frequencies = attention.spec.head_dim, attention.rope.inv_freq
-    theta = frequencies[1] ** (-dim / 2) if len(frequencies) > 1 else 10000.0
-    if attention.rope.scale != 1 or not np.allclose(frequencies, theta ** (-np.arange(0, dim, 2) / dim), rtol=1e-6):
-        raise ModelError("an EAGLE-3 head with rope scaling is not written", "train one without")
+    attention, _ = plain_parts(head.spec.layer)
     return {
         "architectures": [ARCHITECTURE],
         "model_type": "qwen3" if attention.qk_norm else "llama",
-        "hidden_size": head.hidden_size,
-        "intermediate_size": mlp.inner,
-        "num_hidden_layers": head.spec.num_layers,
-        "num_attention_heads": attention.spec.num_heads,
-        "num_key_value_heads": attention.spec.num_kv_heads,
-        "head_dim": dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": head.spec.layer.eps,
-        "rope_theta": round(theta, 6),
+        **transformer_keys(head, head.spec.num_layers, "train a head of a trunk without RoPE scaling"),
         "max_position_embeddings": 8192,
-        "vocab_size": head.vocab_size,
         "draft_vocab_size": num_draft,
         "target_hidden_size": head.hidden_size,
-        "tie_word_embeddings": False,
-        "attention_bias": attention.qkv_bias,
         "mlp_bias": False,
         "norm_before_residual": head.spec.norm_before_residual,
         **({"norm_output": True} if head.spec.recycle == "post_norm" else {}),

@@ -21,7 +21,7 @@ from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import DecoderLayer, LayerConfig, NormPlacement
 from headstart.layers.linear import LMHead
 from headstart.layers.mlp import MLPConfig
-from headstart.layers.rope import rope_base, rope_spec
+from headstart.layers.rope import rope_base, rope_spec, unscaled_base
 from headstart.layers.weights import Shapes, Weights
 
 NO_VECTORS: Mapping[str, Float32] = {}
@@ -187,6 +187,23 @@ def plain_parts(layer: LayerConfig | None) -> tuple[AttentionConfig, MLPConfig]:
         raise ModelError(what, "headstart train makes such a head for any model")
     assert isinstance(layer.mixer, AttentionConfig) and isinstance(layer.mlp, MLPConfig)
     return layer.mixer, layer.mlp
+
+
+def transformer_keys(head: HeadCheckpoint, num_layers: int, hint: str) -> dict[str, Any]:
+    """Keys of a Llama or Qwen3 config.json with the sizes of a head's layers. Raises ModelError, with this hint, for a
+    RoPE that is scaled or partial."""
+    layer, (attention, mlp) = head.spec.layer, plain_parts(head.spec.layer)
+    assert layer and attention.rope
+    base = unscaled_base(attention.rope, attention.spec.head_dim)
+    if base is None:
+        raise ModelError("the head's RoPE is scaled or partial, which cannot be written yet", hint)
+    return {
+        "hidden_size": head.hidden_size, "intermediate_size": mlp.inner, "num_hidden_layers": num_layers,
+        "num_attention_heads": attention.spec.num_heads, "num_key_value_heads": attention.spec.num_kv_heads,
+        "head_dim": attention.spec.head_dim, "hidden_act": "silu", "rms_norm_eps": layer.eps,
+        "rope_theta": round(base, 6), "attention_bias": attention.qkv_bias, "vocab_size": head.vocab_size,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
 
 
 def published_layer(

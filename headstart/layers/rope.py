@@ -121,6 +121,14 @@ def rope_base(rope: RopeSpec) -> float:
     return (first / second) ** (rope.rotary_dim / 2) if second else 1e4
 
 
+def unscaled_base(rope: RopeSpec, head_dim: int) -> float | None:
+    """The base of a rope that rotates whole heads with unscaled frequencies; None for other ropes."""
+    base = rope_base(rope)
+    plain = base ** (-np.arange(0, head_dim, 2) / head_dim)
+    whole = rope.rotary_dim == head_dim and rope.scale == 1
+    return base if whole and np.allclose(rope.inv_freq, plain, rtol=1e-6, atol=0) else None
+
+
 def score_scale(config: Mapping[str, Any]) -> float:
     """YaRN's factor on scores of latent attention: the square of mscale, which applies to q and to k."""
     scaling = scaling_of(config)

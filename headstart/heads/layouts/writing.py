@@ -12,11 +12,10 @@ from typing import Any
 from headstart.errors import ModelError
 from headstart.formats.sizes import FULL, SLIDING
 from headstart.heads.base import BlockSpec
-from headstart.heads.kind import HeadCheckpoint, plain_parts
+from headstart.heads.kind import HeadCheckpoint, plain_parts, transformer_keys
 from headstart.heads.layouts.names import theirs, vocabulary_maps
 from headstart.heads.published import Arrays
 from headstart.layers.decoder import tapped_layers
-from headstart.layers.rope import rope_base
 
 POSITIONS = 1 << 17  # max_position_embeddings of a drafter whose trunk does not say its own: engines size tables by it
 ANCHORS = 512  # num_anchors of DeepSpec's training; its config class requires the key
@@ -127,27 +126,16 @@ def _block(head: HeadCheckpoint) -> BlockSpec:
 
 def _transformer(head: HeadCheckpoint) -> dict[str, Any]:
     """Keys of the layers' sizes, as in transformers' Qwen3 config."""
-    block, layer = head.spec.block, head.spec.layer
-    attention, mlp = plain_parts(layer)
-    assert block and layer and attention.rope
-    dim, frequencies = attention.spec.head_dim, attention.rope.inv_freq
-    theta = rope_base(attention.rope)
-    plain = [theta ** (-2 * i / attention.rope.rotary_dim) for i in range(len(frequencies))]
-    same = all(abs(ours - own) <= 1e-9 * own for ours, own in zip(plain, frequencies, strict=True))
-    if not same or attention.rope.rotary_dim != dim or attention.rope.scale != 1:
-        raise ModelError("the head's RoPE is scaled or partial, which cannot be written yet", HINT)
+    block = head.spec.block
+    assert block
+    common = transformer_keys(head, block.num_layers, HINT)
     windows = [block.window(i) for i in range(block.num_layers)]
     if len({*windows} - {0}) > 1:
         raise ModelError(f"the head's layers have windows of {windows}: published layouts have one for all", HINT)
     return {
-        "model_type": "qwen3", "hidden_size": head.hidden_size, "intermediate_size": mlp.inner,
-        "num_hidden_layers": block.num_layers, "num_attention_heads": attention.spec.num_heads,
-        "num_key_value_heads": attention.spec.num_kv_heads, "head_dim": dim, "hidden_act": "silu",
-        "rms_norm_eps": layer.eps, "rope_theta": round(theta, 6), "attention_bias": attention.qkv_bias,
-        "attention_dropout": 0.0, "max_position_embeddings": POSITIONS, "max_window_layers": block.num_layers,
-        "layer_types": [SLIDING if window else FULL for window in windows],
-        "use_sliding_window": any(windows), "sliding_window": max(windows) or None, "tie_word_embeddings": False,
-        "vocab_size": head.vocab_size, "dtype": "bfloat16",
+        **common, "model_type": "qwen3", "attention_dropout": 0.0, "max_position_embeddings": POSITIONS,
+        "max_window_layers": block.num_layers, "layer_types": [SLIDING if window else FULL for window in windows],
+        "use_sliding_window": any(windows), "sliding_window": max(windows) or None, "dtype": "bfloat16",
     }  # fmt: skip
 
 
