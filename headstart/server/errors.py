@@ -1,11 +1,12 @@
-"""Error responses, in the shape of the API that was called: OpenAI's, except for the paths of `_APIS`."""
+"""Error responses and last pieces of streams, in the shape of the API that was called (see `_APIS`)."""
 
+import json
 import logging
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -39,7 +40,12 @@ class BodyError(UsageError):
 def error_body(message: str, status: int, param: str | None = None, path: str = "") -> dict[str, Any]:
     """The JSON of an error, in the shape of the API at `path`."""
     shown = limits.shortened(message, limits.MESSAGE)
-    return _api_of(path)[0](shown, status, param)
+    return _format_of(path).document(shown, status, param)
+
+
+def error_piece(document: dict[str, Any], path: str = "") -> str:
+    """The piece with which a stream of the API at `path` reports an error. `document`: the error's JSON."""
+    return _format_of(path).piece % json.dumps(document)
 
 
 def _openai(message: str, status: int, param: str | None) -> dict[str, Any]:
@@ -57,22 +63,33 @@ def _ollama(message: str, status: int, param: str | None) -> dict[str, Any]:
     return {"error": message}
 
 
-Shape = Callable[[str, int, str | None], dict[str, Any]]
-_APIS: tuple[tuple[str, Shape, str], ...] = (
-    ("/v1/messages", _anthropic, "anthropic"), ("/v1/responses", _openai, "responses"), ("/api/", _ollama, "ollama"),
-)  # fmt: skip
-"""Start of the path, shape of the errors, and name in `Parameter.names`."""
+class ErrorFormat(NamedTuple):
+    """The errors of one API."""
+
+    path: str  # the start of the API's paths
+    names: str  # the API in `Parameter.names`
+    document: Callable[[str, int, str | None], dict[str, Any]]  # message, status and field -> JSON
+    piece: str  # of a stream; %s: the JSON
 
 
-def _api_of(path: str) -> tuple[Shape, str]:
-    return next(((shape, api) for start, shape, api in _APIS if path.startswith(start)), (_openai, ""))
+_EVENT = "event: error\ndata: %s\n\n"
+_APIS = (
+    ErrorFormat("/v1/messages", "anthropic", _anthropic, _EVENT),
+    ErrorFormat("/v1/responses", "responses", _openai, _EVENT),
+    ErrorFormat("/api/", "ollama", _ollama, "%s\n"),
+    ErrorFormat("", "", _openai, "data: %s\n\n"),
+)
+
+
+def _format_of(path: str) -> ErrorFormat:
+    return next(each for each in _APIS if path.startswith(each.path))
 
 
 def error_response(error: HeadstartError, path: str = "") -> tuple[int, dict[str, Any]]:
     """HTTP status and JSON body of an error, in the shape of the API at `path`."""
     status = status_of(error).http
     if isinstance(error, ParameterError):
-        error = error.renamed(names_in(_api_of(path)[1]).get(error.param, error.param))
+        error = error.renamed(names_in(_format_of(path).names).get(error.param, error.param))
     param = error.param if isinstance(error, BodyError | ParameterError) else None
     return status, error_body(str(error), status, param, path)
 

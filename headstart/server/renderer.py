@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from typing import Any, TypeVar
 
 from headstart.errors import HeadstartError
+from headstart.server.errors import error_piece, error_response
 from headstart.server.generation import ChoiceStep, Generation, Json
 
 Result = TypeVar("Result")
@@ -20,6 +21,7 @@ class ResponseRenderer(ABC):
 
     media_type = "text/event-stream"  # of a stream
     end = ""  # last piece of every stream, also after an error
+    path = ""  # start of the API's paths, which decides the shape of errors
 
     def __init__(self, generation: Generation) -> None:
         self.generation = generation
@@ -65,9 +67,9 @@ class ResponseRenderer(ABC):
         """Pieces after the last step."""
         return ()
 
-    @abstractmethod
     def error_event(self, error: HeadstartError) -> str:
         """The piece that reports an error after the stream has begun."""
+        return error_piece(error_response(error, self.path)[1], self.path)
 
 
 MakeRenderer = Callable[[Generation], ResponseRenderer]

@@ -1,6 +1,5 @@
 """OpenAI's completions and chat completions: endpoints, and responses as a whole or as chunks of a stream."""
 
-import json
 from abc import abstractmethod
 from collections.abc import Sequence as Seq
 from typing import Any, Literal
@@ -10,9 +9,7 @@ from fastapi.responses import Response
 from pydantic import Field
 
 from headstart.core import TokenLogprob
-from headstart.errors import HeadstartError
 from headstart.server.body_reader import CheckedRoute
-from headstart.server.errors import error_response
 from headstart.server.generation import ChoiceStep, GeneratedChoice, Generation, Json
 from headstart.server.pipeline import ERRORS, respond
 from headstart.server.renderer import RawJson, ResponseRenderer, compact_json, dump_json
@@ -154,9 +151,6 @@ class OpenAIRenderer(ResponseRenderer):
 
     def finish(self) -> list[str]:
         return [self._chunk([], {"usage": self.generation.usage()})] if self._options.usage else []
-
-    def error_event(self, error: HeadstartError) -> str:
-        return f"data: {json.dumps(error_response(error)[1])}\n\n"
 
     def _chunk(self, choices: list[Json], more: Json) -> str:
         return f"data: {dump_json({**self._head(self.chunk_name), 'choices': choices, **more})}\n\n"

@@ -1,6 +1,5 @@
 """Anthropic's Messages API (https://platform.claude.com/docs/en/api/messages): bodies, translation, responses."""
 
-import json
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -9,12 +8,11 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import Field, StrictBool, StrictInt, StrictStr
 
-from headstart.errors import HeadstartError
 from headstart.params import names_in
 from headstart.server import limits, schema
 from headstart.server.apis.blocks import BlockChange, BlockKind, BlockRenderer, ResponseBlock, as_body, refuse
 from headstart.server.body_reader import CheckedRoute
-from headstart.server.errors import BodyError, error_response
+from headstart.server.errors import BodyError
 from headstart.server.generation import Json
 from headstart.server.model_manager import ServedModel
 from headstart.server.pipeline import error_responses, respond_from_thread, respond_translated
@@ -306,6 +304,8 @@ def _counted(served: ServedModel, body: CountRequest) -> Json:
 class MessagesRenderer(BlockRenderer):
     """Renders an Anthropic message, or the stream events that build it."""
 
+    path = PATH
+
     def block_document(self) -> Json:
         return {**self._head([_content(block) for block in self.blocks]), **self._stop(), "usage": self._usage()}
 
@@ -333,9 +333,6 @@ class MessagesRenderer(BlockRenderer):
     def finish_blocks(self) -> Iterator[str]:
         yield _event("message_delta", delta=self._stop(), usage=self._usage())
         yield _event("message_stop")
-
-    def error_event(self, error: HeadstartError) -> str:
-        return f"event: error\ndata: {json.dumps(error_response(error, PATH)[1])}\n\n"
 
     def _head(self, content: list[Json]) -> Json:
         model = self.generation.model

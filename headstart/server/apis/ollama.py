@@ -16,13 +16,12 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import AliasChoices, Field, StrictBool, StrictInt, StrictStr
 
 from headstart import hub
-from headstart.errors import HeadstartError
 from headstart.formats.base import Checkpoint
 from headstart.params import names_in
 from headstart.server import limits
 from headstart.server.apis.blocks import BlockChange, BlockRenderer, ResponseBlock, as_body, joined_text, refuse
 from headstart.server.body_reader import CheckedRoute
-from headstart.server.errors import BodyError, error_response
+from headstart.server.errors import BodyError
 from headstart.server.generation import Json
 from headstart.server.model_manager import ModelSlot, context_length, read_headers, read_sizes
 from headstart.server.options import KeepAlive
@@ -355,7 +354,7 @@ async def version() -> dict[str, str]:
 class OllamaChatRenderer(BlockRenderer):
     """Renders a chat response as one document, or as a stream of JSON lines."""
 
-    media_type = "application/x-ndjson"
+    media_type, path = "application/x-ndjson", "/api/"
 
     def block_document(self) -> Json:
         return self._document(self._message(self.blocks), self._end())
@@ -370,9 +369,6 @@ class OllamaChatRenderer(BlockRenderer):
 
     def finish_blocks(self) -> Iterator[str]:
         yield self._line([], self._end())
-
-    def error_event(self, error: HeadstartError) -> str:
-        return json.dumps(error_response(error, "/api/")[1]) + "\n"
 
     def _message(self, blocks: list[ResponseBlock]) -> Json:
         calls = [{"function": {"name": each.name, "arguments": each.arguments}} for each in blocks if each.name]

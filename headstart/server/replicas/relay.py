@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from headstart.errors import BusyError, GenerationError, HeadstartError, status_of
 from headstart.server.body_reader import BodyReader, cancel_on_disconnect
-from headstart.server.errors import ClientGone, error_body, retry_headers
+from headstart.server.errors import ClientGone, error_body, error_piece, retry_headers
 from headstart.server.journal import new_origin
 from headstart.server.protocol import HttpProtocol
 from headstart.server.replicas import frames
@@ -145,16 +145,13 @@ async def _no_more() -> Any:
 
 def error_event(path: str, media_type: str, message: str, status: int) -> bytes:
     """The last piece of a stream of the API at `path`; empty where the response is no stream."""
-    document = error_body(message, status, path=path)
-    if media_type.startswith("application/x-ndjson"):
-        return json.dumps(document).encode() + b"\n"
-    if not media_type.startswith("text/event-stream"):
+    if not media_type.startswith(("application/x-ndjson", "text/event-stream")):
         return b""
+    document = error_body(message, status, path=path)
     if path.startswith("/v1/responses"):
         document = {"type": "error", "code": "server_error", "message": document["error"]["message"], "param": None}
-    is_named = path.startswith(("/v1/responses", "/v1/messages"))
-    start, end = ("event: error\n", "") if is_named else ("", "data: [DONE]\n\n")
-    return f"{start}data: {json.dumps(document)}\n\n{end}".encode()
+    is_openai = not path.startswith(("/v1/responses", "/v1/messages", "/api/"))
+    return (error_piece(document, path) + ("data: [DONE]\n\n" if is_openai else "")).encode()
 
 
 class Relay:
