@@ -87,7 +87,7 @@ IN_FP4 = ("deepseek_v4",)
 """Families whose experts are MXFP4 in a file of any type: what those read llama.cpp rounds to 8 bits."""
 IN_FLASH = ("minimax_m3",)
 """Families whose rows llama.cpp lets select blocks with flash attention alone."""
-SELECTING = ("deepseek_v32", "glm5_next", "glm_moe_dsa", "hy_v4", "minimax_m3", "qwen4_exp")
+SELECTING = ("deepseek_v32", "glm5_next", "glm_moe_dsa", "hy_v4", "minimax_m3")
 """Families whose rows read 11 to 15 of some 60 positions here: where rows are rounded to 8 bits they read others."""
 
 

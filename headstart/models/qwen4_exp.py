@@ -244,6 +244,7 @@ NAMES = Names(
         **{f".norm_{part}.": f".{part}_norm." for part in ("key", "query", "conv")},
         **{f".indexer.{part}_layernorm.": f".indexer.{part}_norm." for part in "qk"},
     },
+    gguf=_gated_delta.NAMES.gguf,
 )
 SMALL: dict[str, Any] = {
     **_gated_delta.SMALL, **_gated_delta.SMALL_EXPERTS, "output_gate_type": "sigmoid", "hc_count": 3, "hc_lowrank": 10,
