@@ -401,7 +401,7 @@ class LLM:
         stop_ids, allowed = ends | frozenset(params.stop_token_ids), params.allowed_token_ids
         rest = self.model.config.vocab_size - len(stop_ids) if allowed is None else len(set(allowed) - stop_ids)
         if params.min_tokens and not is_constrained and rest <= 0:
-            raise UsageError("min_tokens cannot be reached: all allowed tokens end the text")
+            raise ParameterError("min_tokens", "cannot be reached: all allowed tokens end the text")
         return stop_ids
 
     def _banned(self, words: Seq[str]) -> dict[tuple[int, ...], frozenset[int]]:

@@ -83,7 +83,10 @@ def run(arguments: list[str]) -> int:
         with _interruptible():
             code = _dispatch(arguments, places)
     except HeadstartError as error:
-        _report(settings.add_places(error.message, places), error.hint, arguments)
+        from headstart.cli.options import by_flag  # it imports the engine's options
+
+        shown = by_flag(error)
+        _report(settings.add_places(shown.message, places), shown.hint, arguments)
         code = status_of(error).exit_code
     except KeyboardInterrupt as error:
         print_error("interrupted", str(error))  # a command that can be resumed says how

@@ -18,7 +18,7 @@ from headstart.config import (
     flag_of,
     parse_speculative_config,
 )
-from headstart.errors import ParameterError, UsageError
+from headstart.errors import HeadstartError, ParameterError, UsageError
 from headstart.options import Option, OptionGroup, option
 from headstart.params import Parameter, SamplingParams, parameters
 
@@ -111,11 +111,14 @@ class SamplingOptions(OptionGroup):
         return cls(given=given | {"logit_bias": dict(given.get("logit_bias", ()))})
 
     def params(self, seed: int | None, recommended: Mapping[str, Any] | None = None) -> SamplingParams:
-        """With the model's recommended values where none is given. Raises UsageError for a value out of range."""
-        try:
-            return SamplingParams(**{**(recommended or {}), **self.given}, seed=seed)
-        except ParameterError as error:
-            raise error.renamed(parameters()[error.param].flag or error.param) from None
+        """With the model's recommended values where none is given. Raises ParameterError for a value out of range."""
+        return SamplingParams(**{**(recommended or {}), **self.given}, seed=seed)
+
+
+def by_flag(error: HeadstartError) -> HeadstartError:
+    """The error with the flag of a sampling parameter instead of its name."""
+    row = parameters().get(error.param) if isinstance(error, ParameterError) else None
+    return error.renamed(row.flag) if row is not None and row.flag and isinstance(error, ParameterError) else error
 
 
 def _bias(text: str) -> tuple[int, float]:

@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
-from headstart.errors import GenerationError, HeadstartError, TimeLimitError, UsageError
+from headstart.errors import GenerationError, HeadstartError, ParameterError, TimeLimitError
 from headstart.server.accounts import Account
 from headstart.server.body_reader import BodyReader, IncomingBody, cancel_on_disconnect, pool_of
 from headstart.server.errors import BodyError, ClientGone
@@ -129,9 +129,9 @@ async def respond(
     headers = ignored_fields_header(body)
     state.models.find(body.model)
     if body.stream_options is not None and not body.stream:
-        raise UsageError("stream_options is given, but stream is not true", "leave it out")
+        raise ParameterError("stream_options", "is given, but stream is not true", "leave it out")
     if body.speculation is not None and body.speculation.events and not body.stream:
-        raise UsageError("speculation.events is true, but stream is not", "they come in the chunks of a stream")
+        raise ParameterError("speculation.events", "is true, but stream is not", "they come in the chunks of a stream")
     served = await find_model(request, body.model, keep_alive)
     options, model, is_streamed = ResponseOptions.of(body), body.model or served.names[0], bool(body.stream)
     pools = state.body_reader.pools

@@ -239,7 +239,7 @@ def _variables(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     """Further variables of the chat template."""
     variables = dict(body.chat_template_kwargs or {})
     if reserved := variables.keys() & RESERVED:
-        raise UsageError(f"chat_template_kwargs cannot set {', '.join(sorted(reserved))}")
+        raise ParameterError("chat_template_kwargs", f"cannot set {', '.join(sorted(reserved))}")
     if isinstance(body, ChatRequest):
         named = {"documents": body.documents, "reasoning_effort": body.reasoning_effort}
         variables |= {name: value for name, value in named.items() if value is not None}
@@ -422,6 +422,6 @@ def _depth(body: Common) -> int | None:
         return None
     if wanted.mode == "off":
         if wanted.depth:
-            raise UsageError(f"speculation is off, but has depth {wanted.depth}", "leave depth out")
+            raise ParameterError("speculation", f"is off, but has depth {wanted.depth}", "leave depth out")
         return 0
     return wanted.depth

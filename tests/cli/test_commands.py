@@ -85,6 +85,11 @@ def test_json_of_an_error_is_one_document(fake_llm: Any, capsys: Capture) -> Non
         assert captured.err == f"headstart: error: {error['message']}\nhint: {error['hint']}\n"
 
 
+def test_an_engine_names_a_sampling_parameter_by_its_flag(capsys: Capture) -> None:
+    assert main(["generate", "--prompt", "a", "--threads", "1", "--stop-token-id", "999999"]) == 2
+    assert "error: --stop-token-id names token 999999, but ids end at" in capsys.readouterr().err
+
+
 def test_generate_prints_a_summary_of_each_choice(fake_llm: Any, capsys: Capture) -> None:
     assert main(["generate", "-p", "Why?", "--n", "2"]) == 0
     assert capsys.readouterr().err.count("4 tokens, 30.0 tokens/s") == 2

@@ -131,6 +131,14 @@ def test_what_is_wrong_is_named_in_the_apis_own_shape(server: Server) -> None:
         assert "Traceback" not in answer.text
     wrong = server.post(CHAT, messages=ASK, logprobs=True, top_logprobs=99)
     assert wrong.json()["error"]["param"] == "top_logprobs"
+    named: list[tuple[str, dict[str, Any]]] = [
+        ("stream_options", {"stream_options": {"include_usage": True}}),
+        ("speculation.events", {"speculation": {"events": True}}),
+        ("speculation", {"speculation": {"mode": "off", "depth": 2}}),
+        ("chat_template_kwargs", {"chat_template_kwargs": {"messages": 1}}),
+    ]
+    for name, body in named:
+        assert server.post(CHAT, messages=ASK, **body).json()["error"]["param"] == name
     for path in LONG:
         content = server.client.post(path, content=b"{", headers={"Content-Type": "application/json"})
         assert "JSON" in error_in(path, content.json())
