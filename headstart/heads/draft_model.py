@@ -23,8 +23,8 @@ NUM_DRAFTS = 12  # of a pass: PARD's own default
 
 
 def parallel_block(document: Mapping[str, Any], config: DecoderConfig) -> BlockSpec | None:
-    """Of a PARD model's config.json; None for a model that drafts token by token. Raises ModelError for a mask that is
-    no token."""
+    """The parallel block of a PARD model's config.json; None for a model that drafts token by token. Raises ModelError
+    for a mask that is no token."""
     mask = next((document[key] for key in MASK_KEYS if document.get(key) is not None), None)
     if mask is None:
         return None

@@ -205,7 +205,8 @@ class CompressedConfig(MixerConfig):
         )
 
     def _key_shapes(self, name: str) -> Shapes:
-        """Of the tensors under `name` that make index keys of entries; empty if others make them."""
+        """Names and shapes of the tensors under `name` that make index keys of entries; empty in a layer whose keys a
+        compressor or another layer makes."""
         if self.index is None or self.index[1] or self.source_layer is not None:
             return {}
         dim = self.index[0].head_dim

@@ -37,7 +37,7 @@ class Convolution:
 
 
 def build_convolution(weights: Weights, name: str, spec: ConvSpec) -> Convolution:
-    """Builds it from `{name}.weight` [channels, (1,) width]."""
+    """Builds a convolution from `{name}.weight` [channels, (1,) width]."""
     return Convolution(weights.taps(f"{name}.weight", spec), spec)
 
 

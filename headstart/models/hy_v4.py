@@ -39,7 +39,8 @@ def parse(config: Config) -> DecoderConfig:
 
 
 def limited_activation(config: Config) -> Any:
-    """Of routed experts: their activation with its inputs clamped to `swiglu_limit`; 0: not clamped."""
+    """Activation of routed experts, whose inputs are clamped to `swiglu_limit` (0: not clamped). Raises ModelError for
+    another limit or activation than the kernels have."""
     limit = config.get("swiglu_limits", config.get("swiglu_limit", LIMIT))  # the former in GGUF files
     if not limit:
         return keys.activation(config)

@@ -48,6 +48,7 @@ def number(config: Config, *keys: str, default: int | None = None, least: int = 
 
 
 def flag(config: Config, key: str, default: bool = False) -> bool:
+    """A boolean; `default` if the key is absent or null. Raises ModelError for another value."""
     value = config.get(key)
     if value not in (None, True, False):
         raise ModelError(f"config.json: {key} is {value!r}, but must be true or false")
@@ -55,7 +56,7 @@ def flag(config: Config, key: str, default: bool = False) -> bool:
 
 
 def real(config: Config, key: str, default: float) -> float:
-    """A number above 0."""
+    """A number above 0; `default` if the key is absent or null. Raises ModelError for another value."""
     value = config.get(key)
     if value is None:
         return default
@@ -289,6 +290,7 @@ MAX_LAYERS = 10_000
 
 
 def num_layers(config: Config, key: str = "num_hidden_layers") -> int:
+    """Number of layers under `key`. Raises ModelError for more than MAX_LAYERS."""
     count = number(config, key)
     if count > MAX_LAYERS:
         raise ModelError(f"config.json: {key} is {count}, but at most {MAX_LAYERS} make sense")

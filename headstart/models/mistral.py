@@ -21,6 +21,7 @@ def parse(config: Config) -> DecoderConfig:
 
 
 def _temperature(config: Config) -> AttentionTemperature | None:
+    """Factor of queries that grows with the position (Ministral 3); None without `llama_4_scaling_beta`."""
     scaling = scaling_of(config)
     strength = real(scaling, "llama_4_scaling_beta", 0.0)
     return AttentionTemperature(number(scaling, "original_max_position_embeddings"), strength) if strength else None

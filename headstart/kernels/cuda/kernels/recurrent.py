@@ -159,7 +159,7 @@ def scan_step(
     state, t, xbc, steps, kept, out, first, replayed, kept_first, head, group, rate, skip, n, p, is_n, is_p,
     GROUPS: tl.constexpr, HEADS: tl.constexpr, STATE: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """delta_step for selective_scan; the state is [STATE_TILE, TILE]."""
+    """The state [STATE_TILE, TILE] of selective_scan after row t; writes the output of a new row to `out`."""
     inner: tl.constexpr = HEADS * DIM
     channels: tl.constexpr = inner + 2 * GROUPS * STATE
     is_new = t >= replayed
