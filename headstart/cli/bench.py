@@ -57,7 +57,8 @@ def run(flags: BenchFlags, engine: BenchEngineOptions, output: OutputOptions) ->
 
     options = bench.BenchOptions(config=engine.config, **vars(flags))
     if not output.as_json and flags.pairs < MIN_PAIRS:
-        print_note(f"{flags.pairs} pairs show speeds; a verdict on them needs --pairs {MIN_PAIRS}")
+        shown = "1 pair shows" if flags.pairs == 1 else f"{flags.pairs} pairs show"
+        print_note(f"{shown} speeds; a verdict on them needs --pairs {MIN_PAIRS}")
     with progress("loading") as report_progress:
         report, document = bench.run(options, report_progress)
     if not output.as_json:

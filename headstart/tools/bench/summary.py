@@ -133,7 +133,8 @@ def checks(cells: Iterable[BenchCell]) -> list[SpeedCheck]:
 
 
 def _too_few(ratio: Interval | None) -> str:
-    return f"not judged: {ratio.pairs if ratio else 0} pairs, {MIN_PAIRS} are needed"
+    count = ratio.pairs if ratio else 0
+    return f"not judged: {count} pair{'' if count == 1 else 's'}, {MIN_PAIRS} are needed"
 
 
 CheckName = Literal["never slower", "near the best depth"]

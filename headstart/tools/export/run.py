@@ -16,7 +16,8 @@ def run(options: ExportOptions, progress: Progress = no_progress) -> Report:
     """Writes a directory atomically. Raises UsageError, ModelError or CapacityError."""
     targets = [name.replace("_", "-") for name in registry.available("exports")]
     if options.to not in targets:
-        raise UsageError(f"--to is {options.to!r}, which is unknown", f"choose one of {', '.join(targets)}")
+        hint = f"choose one of {', '.join(targets)}; SGLang reads vllm-eagle3 and vllm-dflash, llama.cpp reads gguf"
+        raise UsageError(f"--to is {options.to!r}, which is unknown", hint)
     to = SLICE if options.slice is not None and options.to == DEFAULT else options.to
     if options.slice is not None and to != SLICE:
         raise UsageError(f"--slice goes with --to {SLICE} only", "write the smaller model first, and export that one")

@@ -203,7 +203,8 @@ def _eagle3(source: ExportSource) -> Plan:
         hint = "name the trunk's .gguf"
         raise ModelError(f"{source.name} is not a GGUF file, from which the tokenizer is taken", hint)
     if unknown := [name for name in source.head_tensors if name not in NAMES]:
-        raise ModelError(f"llama.cpp's eagle3 has no place for {unknown[0]}")
+        what = f"llama.cpp's eagle3 has no place for {unknown[0]}"
+        raise ModelError(what, "--to vllm-eagle3 writes this head for vLLM and SGLang")
     if head.spec.recycle == "post_norm":
         raise ModelError("the head's next step reads what its LM head reads (norm_output), which llama.cpp's does not")
     made = f"eagle3-{trunk.path.name}"
