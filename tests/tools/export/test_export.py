@@ -67,7 +67,10 @@ def test_a_mimo_directory_says_and_drafts_the_same(tmp_path: Path, hidden_first:
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     model, head = trunk_and_head(tmp_path, True)
     out = tmp_path / "out"
-    for to, error, message in (("sglang", UsageError, "unknown.*SGLang reads vllm-eagle3"), ("vllm-eagle3", ModelError, "not eagle3")):
+    refused = (
+        ("sglang", UsageError, "unknown.*SGLang reads vllm-eagle3"), ("vllm-eagle3", ModelError, "not eagle3"),
+    )  # fmt: skip
+    for to, error, message in refused:
         with pytest.raises(error, match=message):
             run(ExportOptions(model=str(model), head=head, to=to, out=out))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["head", "model"]
