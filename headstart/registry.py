@@ -100,9 +100,13 @@ def find(kind: KindName, name: str) -> ModuleType:
 def is_available(kind: KindName, name: str) -> bool:
     """True if a plug-in of this name exists. Reads fewer files than `available`."""
     key = name.replace("-", "_")
-    if any((folder / f"{key}.py").is_file() for folder in _search_paths[kind]):
-        return True
-    return _is_own(kind, key) or key in _entry_points(kind)
+    return _added_file(kind, key) is not None or _is_own(kind, key) or key in _entry_points(kind)
+
+
+def _added_file(kind: KindName, key: str) -> Path | None:
+    """File of a plug-in in the folders of `search_path`; None if there is none."""
+    paths = (folder / f"{key}.py" for folder in _search_paths[kind])
+    return next((path for path in paths if path.is_file()), None)
 
 
 @cache
@@ -112,9 +116,8 @@ def _is_own(kind: KindName, key: str) -> bool:
 
 
 def _load(kind: KindName, key: str) -> ModuleType:
-    for folder in _search_paths[kind]:
-        if (path := folder / f"{key}.py").is_file():
-            return _load_file(kind, path)
+    if path := _added_file(kind, key):
+        return _load_file(kind, path)
     if _is_own(kind, key):
         return importlib.import_module(f"{KINDS[kind].package}.{key}")
     loaded = _entry_points(kind)[key].load()
