@@ -226,11 +226,9 @@ def _remove_stale(folder: Path) -> None:
 
 
 @contextmanager
-def terminal_progress(progress: Progress | None) -> Iterator[Progress]:
-    """The given callback, else a bar on a terminal, else one line on stderr."""
-    if progress is not None:
-        yield progress
-    elif not sys.stderr.isatty():
+def terminal_progress() -> Iterator[Progress]:
+    """A bar on a terminal, else one line on stderr."""
+    if not sys.stderr.isatty():
         sys.stderr.write("fetching the model (once; it is kept in the user cache)\n")
         yield no_progress
     else:

