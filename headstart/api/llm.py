@@ -150,8 +150,8 @@ class LLM:
     progress: called with (done, total, description) while weights are read.
     cache_bytes: maximum bytes of the KV caches; they always hold at least one sequence.
     options: fields of EngineConfig by name, as in `LLM("model", depth=2, max_model_len=4096)`; `lora` may be the path
-    of an adapter, or a dict of names and paths. Requests without a choice use the first. Errors name options by keyword;
-    with a `config` and no options, by flag.
+    of an adapter, or a dict of names and paths. Requests without a choice use the first. Errors name options by
+    keyword; with a `config` and no options, by flag.
     """
 
     def __init__(
