@@ -14,6 +14,9 @@ from support import family_of, model_at
 from test_checkpoints import logits_of
 from tiny_models import write_model
 
+from headstart.errors import ModelError
+from headstart.formats.gguf import open_checkpoint
+from headstart.formats.gguf_names import FOUND
 from headstart.layers.ngram import hash_factors
 from headstart.models.small import Arrays
 
@@ -381,3 +384,20 @@ def test_a_converted_file_says_the_same(family: str, tmp_path: Path) -> None:
         if name.startswith("mtp.") and not re.search(r"\.experts\.|\.kv_b_proj", name):  # files have them otherwise
             both = (each.weights.tensors[name].float32() for each in (found, plain))
             np.testing.assert_array_equal(*both, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"ple_head_offsets": [0, 61, 128, 200]}, {"ple_head_vocab_sizes": [61, 67, 71, 500]}, {"ple_layers": [0, 2]},
+        {"ple_layers": 0.5}, {"ple_layer_multipliers": [1, 3]}, {"ple_layer_multipliers": [1, 3, 1 << 63]},
+        {"compress_ratios": [0, 3, 0, 4]}, {"vocab_size_per_layer_input": None}, {"ngram_size": 17},
+    ],
+)  # fmt: skip
+def test_hashes_that_cannot_be_are_refused(changes: Config, tmp_path: Path) -> None:
+    family = family_of("qwen4_exp")
+    path = write_converted(tmp_path / "model.gguf", *family.tiny(), CONVERTED["qwen4_exp"])
+    config = open_checkpoint(path).config
+    family.read(config, beside=FOUND)
+    with pytest.raises(ModelError):
+        family.read({**config, **changes}, beside=FOUND)
