@@ -339,8 +339,10 @@ def hub_errors(repo: str) -> Iterator[None]:
         hint = "check the spelling; for a private repo `hf auth login` first"
         raise UsageError(f"there is no model {repo!r} on the Hub", hint) from error
     except errors.LocalEntryNotFoundError as error:
-        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT} does not answer"
-        raise UsageError(f"{repo} is not in the local cache, and {why}", "connect, or set HF_ENDPOINT") from error
+        why, hint = f"{constants.ENDPOINT} does not answer", "connect, or set HF_ENDPOINT"
+        if constants.HF_HUB_OFFLINE:
+            why, hint = "HF_HUB_OFFLINE is set", "unset it to download the model"
+        raise UsageError(f"{repo} is not in the local cache, and {why}", hint) from error
     except errors.EntryNotFoundError as error:
         raise UsageError(f"{repo} has no such file: {_summary(error)}", "check the file's name on the Hub") from error
     except (

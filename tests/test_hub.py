@@ -171,7 +171,7 @@ def test_names(toy: hub.Builtin, tmp_path: Path) -> None:
         ("a/b/c", "unknown model"),
         ("org/model:Q4_K_M", "did you mean org/model/FILE.gguf?"),
         ("https://huggingface.co/org/model/tree/main", "did you mean org/model?"),
-        ("some-org/some-model", "HF_HUB_OFFLINE is set"),
+        ("some-org/some-model", "HF_HUB_OFFLINE is set.*unset it"),
         ("some-org/some-model/file.gguf", "HF_HUB_OFFLINE is set"),
     ):
         with pytest.raises(UsageError, match=message) as caught:
