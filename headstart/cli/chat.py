@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from headstart.cli.generate import WordWrap, print_stream
 from headstart.cli.options import EngineOptions, SamplingOptions, read_template, with_adapted
@@ -50,12 +50,19 @@ class ChatFlags(ModelOptions):
     chat_template: str | None = option(CHAT_TEMPLATE_HELP, metavar="NAME|FILE")
 
 
+@dataclass(frozen=True, kw_only=True)
+class ChatSamplingOptions(SamplingOptions):
+    """SamplingOptions of a conversation."""
+
+    refused: ClassVar[frozenset[str]] = frozenset({"n", "logprobs"})
+
+
 @command(
     "headstart chat",
     "headstart chat --system 'Answer in one sentence.' --temperature 0.7",
     "printf 'Hello!\\nAnd again?\\n' | headstart chat",
 )
-def run(flags: ChatFlags, sampling: SamplingOptions, engine: EngineOptions) -> int:
+def run(flags: ChatFlags, sampling: ChatSamplingOptions, engine: EngineOptions) -> int:
     """Chat with a model; reads lines from a terminal or a pipe."""
     given = sampling.params(engine.config.seed)
     if given.n > 1:

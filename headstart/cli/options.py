@@ -87,6 +87,7 @@ class SamplingOptions(OptionGroup):
     """SamplingParams from the command line. --seed belongs to EngineOptions."""
 
     panel = "Sampling"
+    refused: ClassVar[frozenset[str]] = frozenset()  # parameters that the command refuses; no help shows them
     given: Mapping[str, Any]  # fields of SamplingParams, without those whose default the model may set
 
     @classmethod
@@ -102,7 +103,9 @@ class SamplingOptions(OptionGroup):
             doc, default = f"{doc} Default: the model's, else {row.default:g}.", None
         elif is_list:
             doc = f"{doc} May be repeated."
+        is_refused = row.name in cls.refused
         more = {"kind": kind, "is_list": is_list, "panel": cls.panel, **more}
+        more |= {"is_hidden": is_refused, "is_refused": is_refused}
         return Option(name=row.name, help=doc, flags=(row.flag,), default=default, **more)
 
     @classmethod

@@ -366,6 +366,7 @@ def test_serve_reads_tls_files_before_the_model(tmp_path: Path, capsys: Capture)
     [
         ("verify", "depth drafter no-mtp seed max-num-batched-tokens"), ("tune", "depth no-mtp depth-by-batch rule"),
         ("bench run", "depth no-mtp"), ("bench step", "kv-spill lora rule seed"), ("data", "drafter depth no-mtp head"),
+        ("chat", "n logprobs"),
     ],
 )  # fmt: skip
 def test_help_has_no_option_that_the_command_refuses(

@@ -215,7 +215,7 @@ def test_a_line_for_all_has_the_form_of_each_command(line: str, command: str, fl
     [
         ("data", (), "drafter"), ("bench step", (), "kv-spill"), ("bench run", (), "speculative-config"),
         ("bench run", ("url",), "threads"), ("bench run", ("url",), "model"), ("tune", ("url",), "seed"),
-        ("train", ("from-scratch",), "model"), ("probe", (), "max-tokens"),
+        ("train", ("from-scratch",), "model"), ("probe", (), "max-tokens"), ("chat", (), "n"), ("chat", (), "logprobs"),
     ],
 )  # fmt: skip
 def test_what_a_command_has_no_use_for_is_not_taken_from_a_line_for_all(
