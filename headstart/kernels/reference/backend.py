@@ -15,6 +15,7 @@ from headstart.kernels.ops import Program, RawTensor
 from headstart.kernels.reference.ops import ReferenceOps, widened
 from headstart.kernels.torch_backend import TorchBackend
 
+ALIGNMENT = 64  # bytes, of weights in memory, as of tensors that torch allocates
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
@@ -37,7 +38,9 @@ class ReferenceBackend(TorchBackend):
         with warnings.catch_warnings():
             # a float32 weight may be the mapped, read-only file; weights are never written
             warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-            return torch.from_numpy(values).to(self.torch_device, self.dtype)
+            weight = torch.from_numpy(values).to(self.torch_device, self.dtype)
+        # sums of torch's matrix products depend on the alignment, which a mapped file and numpy do not keep
+        return weight if weight.data_ptr() % ALIGNMENT == 0 else weight.clone()
 
     def prepare(self, program: Program, *, hidden_width: int = 0) -> Program:
         """The program itself: torch runs every op."""
