@@ -10,7 +10,7 @@ void bind_packing(nanobind::module_& m);   // packing.cpp: file tensors -> Matri
 void bind_placing(nanobind::module_& m);   // placing.cpp: NUMA placement of weights
 void bind_sampling(nanobind::module_& m);  // sampling_binding.cpp: logits -> tokens
 void bind_program(nanobind::module_& m);   // program.cpp: recorded forward passes
-void bind_chain(nanobind::module_& m);     // chain.cpp: the draft loop
+void bind_draft_loop(nanobind::module_& m);     // draft_loop.cpp
 void bind_bandwidth(nanobind::module_& m); // bandwidth.cpp: memory bandwidth and barrier cost
 
 } // namespace headstart

@@ -10,6 +10,6 @@ NB_MODULE(_native, m) {
     headstart::bind_placing(m);
     headstart::bind_sampling(m);
     headstart::bind_program(m);
-    headstart::bind_chain(m);
+    headstart::bind_draft_loop(m);
     headstart::bind_bandwidth(m);
 }

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from headstart.core import Sampled, SamplingRows, StepPlan
 
-MAX_LOGIT = 80.0  # bound of a confidence logit, beyond which e^x overflows (as in csrc/chain.cpp)
+MAX_LOGIT = 80.0  # bound of a confidence logit, beyond which e^x overflows (as in csrc/draft_loop.cpp)
 
 
 class BinCounts(Protocol):

@@ -361,17 +361,17 @@ class Program:
     def profile(self, reset: bool) -> dict[str, float]:
         """Seconds per label since profiling began or the last reset."""
 
-# chain.cpp
+# draft_loop.cpp
 
-class Chain:
-    """A draft loop over recorded programs (DraftLoop)."""
+class DraftLoop:
+    """A draft loop over recorded programs (headstart/kernels/draft_loop.py)."""
 
     def __init__(
         self,
         path: str,
         steps: Sequence[Program],
         rows_before: Sequence[int],
-        rows_given: bool,
+        is_block: bool,
         vocab_size: int,
         token_ids: NDArray[np.int64] | None,
     ) -> None: ...

@@ -36,7 +36,7 @@ from headstart.kernels.draft_loop import DraftedTokens, GateRule
 from headstart.kernels.native import _native
 from headstart.kernels.native._native import (
     Arena,
-    Chain,
+    DraftLoop,
     HiddenPool,
     KVPool,
     LoraTable,
@@ -223,7 +223,7 @@ class NativeBackend:
         is_block: bool = False,
     ) -> "NativeDraftLoop":  # fmt: skip
         programs, before = [step for step, _ in steps], [rows for _, rows in steps]
-        return NativeDraftLoop(self, Chain(self.path, programs, before, is_block, vocab_size, token_ids))
+        return NativeDraftLoop(self, DraftLoop(self.path, programs, before, is_block, vocab_size, token_ids))
 
     def logprobs(self, logits: Float32, tokens: NDArray[np.int64], num_top: int) -> list[TokenLogprob]:
         return logprobs(self.threads, self.path, logits, tokens, num_top)
@@ -250,14 +250,14 @@ class NativeDraftLoop:
     """A DraftLoop on a backend's threads."""
 
     backend: NativeBackend
-    chain: Chain
+    loop: DraftLoop
 
     def draft(
         self, first: Program, plan: StepPlan, rows: SamplingRows, depths: Sequence[int],
         gates: Sequence[GateRule | None], widths: Sequence[int], *, hidden_pool: HiddenPool | None = None,
     ) -> Sequence[DraftedTokens]:  # fmt: skip
         backend = self.backend
-        return self.chain.draft(backend.threads, backend.arena, first, plan, hidden_pool, rows, depths, gates, widths)
+        return self.loop.draft(backend.threads, backend.arena, first, plan, hidden_pool, rows, depths, gates, widths)
 
 
 @cache

@@ -1,6 +1,6 @@
 // The native draft loop (headstart/kernels/draft_loop.py) in one call from Python. After the first pass, each step samples
 // a token of every sequence, scores it, asks the gate, and runs the program of the next step; finished sequences drop out.
-// With rows_given the first pass computes all rows of the drafts (block drafters), and the loop only samples.
+// With is_block the first pass computes all rows of the drafts (block drafters), and the loop only samples.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -39,15 +39,15 @@ class Gate {
     // Whether to draft one more token after the one at `place` with this score. Called once after each token.
     bool should_continue(size_t place, double score) {
         const size_t bin = std::upper_bound(edges_.data(), edges_.data() + edges_.size(), score) - edges_.data();
-        const size_t local_copy = std::min(place, tries_.size() - 1), next = std::min(place + 1, tries_.size() - 1);
-        probability_ *= std::min(1.0, factor_ * (hits_[local_copy].data()[bin] / tries_[local_copy].data()[bin]));
+        const size_t last = tries_.size() - 1, current = std::min(place, last), next = std::min(place + 1, last);
+        probability_ *= std::min(1.0, factor_ * (hits_[current].data()[bin] / tries_[current].data()[bin]));
         if (probability_ * token_s_ < row_s_) return false;
         const double *tries = tries_[next].data(), *hits = hits_[next].data(), worth = probability_ * factor_ * token_s_;
-        double whole = 0, gain = 0;
-        for (size_t i = 0; i < bins(); ++i) whole += tries[i];
+        double total = 0, gain = 0;
+        for (size_t i = 0; i < bins(); ++i) total += tries[i];
         for (size_t i = 0; i < bins(); ++i) {
             const double probability = hits[i] / tries[i];
-            if (probability * worth > row_s_) gain += tries[i] / whole * (probability * worth - row_s_);
+            if (probability * worth > row_s_) gain += tries[i] / total * (probability * worth - row_s_);
         }
         return gain > draft_s_;
     }
@@ -91,16 +91,16 @@ struct Result {
     const float* row(int64_t row) const { return values + row * stride; }
 };
 
-class Chain {
+class DraftLoop {
   public:
-    // steps: the program of each further token; with rows_given at most one, run before every token. rows_before[i]:
+    // steps: the program of each further token; with is_block at most one, run before every token. rows_before[i]:
     // position of step i's row, relative to the first drafted token.
-    Chain(const std::string& path, std::vector<nb::object> steps, std::vector<int64_t> rows_before, bool rows_given,
+    DraftLoop(const std::string& path, std::vector<nb::object> steps, std::vector<int64_t> rows_before, bool is_block,
           int64_t vocab_size, std::optional<Column<int64_t>> token_ids)
         : path_(find_path(path)), steps_(std::move(steps)), rows_before_(std::move(rows_before)),
-          rows_given_(rows_given), vocab_size_(vocab_size), token_ids_(std::move(token_ids)) {
-        require(steps_.size() == rows_before_.size() && (!rows_given || steps_.size() <= 1),
-                "draft: steps and rows_before differ in length, or rows_given has several steps");
+          is_block_(is_block), vocab_size_(vocab_size), token_ids_(std::move(token_ids)) {
+        require(steps_.size() == rows_before_.size() && (!is_block || steps_.size() <= 1),
+                "draft: steps and rows_before differ in length, or is_block has several steps");
         for (const nb::object& step : steps_) programs_.push_back(nb::cast<Program*>(step));
         if (token_ids_ && token_ids_->size() > 0)
             require(token_ids_->data()[0] >= 0 && token_ids_->data()[token_ids_->size() - 1] < vocab_size,
@@ -120,13 +120,13 @@ class Chain {
         std::vector<DraftState> drafts(depths.size());
         int64_t num_logits = 0;
         for (size_t i = 0; i < drafts.size(); ++i) {
-            require(depths[i] > 0 && (rows_given_ || depths[i] <= (int64_t)steps_.size() + 1),
+            require(depths[i] > 0 && (is_block_ || depths[i] <= (int64_t)steps_.size() + 1),
                     "draft: a depth is below 1, or above the number of steps + 1");
             drafts[i].depth = depths[i];
             drafts[i].width = widths[i];
             drafts[i].logit = num_logits;
             drafts[i].scored = !gates[i].is_none();
-            num_logits += rows_given_ ? depths[i] : 1;
+            num_logits += is_block_ ? depths[i] : 1;
             if (drafts[i].scored) drafts[i].gate.emplace(gates[i]);
         }
         require(num_logits == pass.num_logits, "draft: the plan's logit rows do not match the depths");
@@ -134,7 +134,7 @@ class Chain {
             nb::gil_scoped_release released;
             ThreadPool::Turn turn(threads);
             first.compute(turn, arena, pass);
-            if (rows_given_) draw_given(turn, arena, first, pass, rows, drafts);
+            if (is_block_) draw_block(turn, arena, first, pass, rows, drafts);
             else grow(turn, arena, first, pass, rows, drafts);
         }
         std::vector<Drafted> found;
@@ -174,14 +174,14 @@ class Chain {
     }
 
     // Samples from the first pass's rows, up to each sequence's depth.
-    void draw_given(ThreadPool::Turn& turn, Arena& arena, const Program& first, const Pass& pass, const DrawRows& rows,
+    void draw_block(ThreadPool::Turn& turn, Arena& arena, const Program& first, const Pass& pass, const DrawRows& rows,
                     std::vector<DraftState>& drafts) {
-        const Result given(first, "logits"), confidence(first, "confidence");
-        require(given.values, "draft: the first program needs the output logits");
+        const Result logits(first, "logits"), confidence(first, "confidence");
+        require(logits.values, "draft: the first program needs the output logits");
         // else the confidence is the score
         for (DraftState& state : drafts) state.scored = state.scored && !confidence.values;
         if (programs_.empty()) {
-            draw_parallel(turn, given, confidence, rows, drafts);
+            draw_parallel(turn, logits, confidence, rows, drafts);
             return;
         }
         std::vector<int32_t> active, at;
@@ -193,10 +193,10 @@ class Chain {
                 at.push_back((int32_t)(drafts[i].logit + step));
             }
             if (active.empty()) return;
-            copy_rows(given, at, at.size());
+            copy_rows(logits, at, at.size());
             for (size_t i = 0; i < active.size(); ++i) {
                 const std::vector<float>& carried = drafts[active[i]].carried;
-                std::copy(carried.begin(), carried.end(), copied_.data() + (i + 1) * given.width - carried.size());
+                std::copy(carried.begin(), carried.end(), copied_.data() + (i + 1) * logits.width - carried.size());
             }
             advance(*programs_[0], turn, arena, pass, rows, drafts, active, rows_before_[0]);
             const Result of_token(*programs_[0], "confidence"), carry(*programs_[0], "carry");
@@ -215,7 +215,7 @@ class Chain {
     }
 
     // Samples all rows in parallel: they are independent, except for penalties.
-    void draw_parallel(ThreadPool::Turn& turn, const Result& given, const Result& confidence, const DrawRows& rows,
+    void draw_parallel(ThreadPool::Turn& turn, const Result& logits, const Result& confidence, const DrawRows& rows,
                       std::vector<DraftState>& drafts) {
         struct Task {
             int64_t state, first, last;
@@ -228,12 +228,12 @@ class Chain {
             const int64_t step = rows.is_penalized(i) || state.width > 1 ? state.depth : 1;
             for (int64_t k = 0; k < state.depth; k += step) tasks.push_back({i, k, k + step});
         }
-        const Vocabulary vocabulary = vocabulary_of(given);
+        const Vocabulary vocabulary = vocabulary_of(logits);
         turn.for_each((int64_t)tasks.size(), [&](int64_t task) {
             Scratch& scratch = thread_scratch(path_);
             DraftState& state = drafts[tasks[task].state];
             for (int64_t k = tasks[task].first; k < tasks[task].last; ++k) {
-                const float* x = given.row(state.logit + k);
+                const float* x = logits.row(state.logit + k);
                 int64_t& token = state.tokens[k];
                 token = rows.draw(x, tasks[task].state, vocabulary, nullptr, scratch, state.tokens.data(), k);
                 if (token < 0) return;
@@ -270,7 +270,7 @@ class Chain {
         return value;
     }
 
-    // Samples one token for each sequence in `going`; row i of logits belongs to going[i].
+    // Samples one token for each active sequence; row i of logits belongs to active[i].
     void draw(ThreadPool::Turn& turn, const Result& logits, const DrawRows& rows, std::vector<DraftState>& drafts,
               const std::vector<int32_t>& active) {
         const Vocabulary vocabulary = vocabulary_of(logits);
@@ -333,7 +333,7 @@ class Chain {
         return *std::max_element(at, at + kRopeAxes) - base.positions[last];
     }
 
-    // Runs `program` on one row per sequence in `going`: its last token and the hidden state from take().
+    // Runs `program` on one row per active sequence: its last token, and the hidden state of copy_rows().
     void advance(Program& program, ThreadPool::Turn& turn, Arena& arena, const Pass& base, const DrawRows& rows,
                  const std::vector<DraftState>& drafts, const std::vector<int32_t>& active, int64_t before) {
         const size_t count = active.size();
@@ -377,7 +377,7 @@ class Chain {
     std::vector<nb::object> steps_; // owns the programs
     std::vector<Program*> programs_;
     std::vector<int64_t> rows_before_;
-    bool rows_given_;
+    bool is_block_;
     int64_t vocab_size_;
     std::optional<Column<int64_t>> token_ids_;
     std::vector<int32_t> tokens_, positions_, slots_, numbers_, tables_, rope_positions_;
@@ -387,12 +387,12 @@ class Chain {
 
 } // namespace
 
-void bind_chain(nb::module_& m) {
-    nb::class_<Chain>(m, "Chain")
+void bind_draft_loop(nb::module_& m) {
+    nb::class_<DraftLoop>(m, "DraftLoop")
         .def(nb::init<const std::string&, std::vector<nb::object>, std::vector<int64_t>, bool, int64_t,
                       std::optional<Column<int64_t>>>(),
-             nb::arg("path"), nb::arg("steps"), nb::arg("rows_before"), nb::arg("rows_given"), nb::arg("vocab_size"), nb::arg("token_ids").none())
-        .def("draft", &Chain::draft, nb::arg("threads"), nb::arg("arena"), nb::arg("first"), nb::arg("plan"),
+             nb::arg("path"), nb::arg("steps"), nb::arg("rows_before"), nb::arg("is_block"), nb::arg("vocab_size"), nb::arg("token_ids").none())
+        .def("draft", &DraftLoop::draft, nb::arg("threads"), nb::arg("arena"), nb::arg("first"), nb::arg("plan"),
              nb::arg("hidden_pool").none(), nb::arg("rows"), nb::arg("depths"), nb::arg("gates"), nb::arg("widths"));
 }
 
