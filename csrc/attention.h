@@ -95,7 +95,7 @@ INLINE QueryState query_state_of(const AttendTask& task, int64_t index) {
     if (task.bias) found.bias = task.bias + row * task.bias_stride + task.head_of(index) * task.extent;
     found.biased = position - task.extent + 1;
     found.first = oldest > task.first_position ? oldest : task.first_position;
-    found.limit = task.sees[row] + 1 - task.num_masked;
+    found.limit = task.visible_end[row] + 1 - task.num_masked;
     return found;
 }
 

@@ -116,7 +116,7 @@ struct Tiles {
 // Attention of at most Kernels::max_queries queries of one KV head and sequence. Query i is row first_row + i / group,
 // query head kv_head * group + i % group.
 struct AttendTask : Tiles {
-    const int32_t *positions, *sees; // [rows of the pass] position, and last visible position
+    const int32_t *positions, *visible_end; // [rows of the pass] position, and last visible position
     int64_t first_row, group, first_query, num_queries;
     int64_t first_position, window; // first position with a key; sliding window, 0: none
     int64_t num_masked;                 // 1 masks the last visible position, so that a row does not see itself; else 0

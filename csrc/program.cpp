@@ -37,7 +37,7 @@ AttendTasks::AttendTasks(const Pass& pass, const AttendShape& shape, int64_t max
         const int32_t *begin = pass.positions + pass.unit_starts[unit], *end = pass.positions + pass.unit_starts[unit + 1];
         const int64_t least = shape.block_window ? pass.block_start(unit) : *std::min_element(begin, end);
         const int64_t oldest = shape.window ? least - shape.window + 1 : shape.chunk ? least - least % shape.chunk : 0;
-        const int64_t latest = *std::max_element(pass.sees + pass.unit_starts[unit], pass.sees + pass.unit_starts[unit + 1]);
+        const int64_t latest = *std::max_element(pass.visible_end + pass.unit_starts[unit], pass.visible_end + pass.unit_starts[unit + 1]);
         first.push_back((int32_t)(std::max(oldest, pass.first_position) / kSplit));
         count.push_back((int32_t)(latest / kSplit + 1 - first.back()));
         max_splits = std::max(max_splits, latest / kSplit + 1);
@@ -140,7 +140,7 @@ int64_t Program::num_experts_read() const {
 
 void Scores::reach(const Pass& pass) {
     if (!wanted) return;
-    width = (*std::max_element(pass.sees, pass.sees + pass.num_rows) / 16 + 1) * 16;
+    width = (*std::max_element(pass.visible_end, pass.visible_end + pass.num_rows) / 16 + 1) * 16;
     if ((int64_t)values.size() < pass.num_rows * width) values.resize(pass.num_rows * width);
 }
 

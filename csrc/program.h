@@ -181,7 +181,7 @@ struct AttendTasks {
 // StepPlan of headstart/core.py as pointers.
 struct Pass {
     int64_t num_rows, num_logits, num_spans, table_width, block_size, first_position;
-    const int32_t *token_ids, *positions, *slots, *sees, *row_starts, *block_tables, *logit_rows;
+    const int32_t *token_ids, *positions, *slots, *visible_end, *row_starts, *block_tables, *logit_rows;
     const int32_t* row_spans;                 // [rows] span of each row, if states or paths need it
     const int32_t *path_starts, *path_slots;  // tree drafts: slots of each row's own ancestors (CSR), or nullptr
     int64_t num_units;                        // a unit shares attention tasks: a span, or a row with a path
@@ -224,7 +224,7 @@ void place_keys(ThreadPool::Turn& turn, const std::vector<KVPool*>& pools, const
 
 void bind_attention_steps(nb::module_& m, nb::class_<Program>& program); // attention_steps.cpp
 void bind_stream_steps(nb::module_& m, nb::class_<Program>& program);    // stream_steps.cpp
-void bind_choice_steps(nb::class_<Program>& program);                     // choice_steps.cpp
+void bind_selection_steps(nb::class_<Program>& program);                     // selection_steps.cpp
 void bind_expert_steps(nb::class_<Program>& program);                     // expert_steps.cpp
 void bind_recurrent_steps(nb::module_& m, nb::class_<Program>& program); // recurrent_steps.cpp
 void bind_lora_steps(nb::module_& m, nb::class_<Program>& program);      // lora_steps.cpp

@@ -53,14 +53,14 @@ void check_paths(const Program& program, const Pass& pass, int64_t num_slots) {
     for (int64_t row = 0; row < pass.num_rows; ++row) {
         const int64_t count = pass.path_starts[row + 1] - pass.path_starts[row];
         require(count <= std::min<int64_t>(kMaxPath, pass.positions[row] + 1), "run: a path is too long");
-        require(count == 0 || pass.sees[row] == pass.positions[row], "run: a row with a path sees later positions");
+        require(count == 0 || pass.visible_end[row] == pass.positions[row], "run: a row with a path sees later positions");
     }
 }
 
 void check_blocks(const Program& program, const Pass& pass) {
     const int64_t blocks = program.limits.table_slots / pass.block_size;
     for (int64_t s = 0; s < pass.num_spans; ++s) {
-        const int32_t last = *std::max_element(pass.sees + pass.row_starts[s], pass.sees + pass.row_starts[s + 1]);
+        const int32_t last = *std::max_element(pass.visible_end + pass.row_starts[s], pass.visible_end + pass.row_starts[s + 1]);
         const int64_t used = last / pass.block_size + 1;
         require(used <= pass.table_width && within(pass.block_tables + s * pass.table_width, used, blocks),
                 "run: a row sees a position outside its blocks or the pool");
@@ -81,7 +81,7 @@ void check_pass(const Program& program, const Pass& pass) {
     const Limits& limits = program.limits;
     require(ascends(pass.row_starts, pass.num_spans), "run: the rows' starts do not ascend");
     require(within(pass.token_ids, pass.num_rows, limits.tokens), "run: a token id is outside the embedding");
-    require(within(pass.positions, pass.num_rows, INT64_MAX) && within(pass.sees, pass.num_rows, INT64_MAX),
+    require(within(pass.positions, pass.num_rows, INT64_MAX) && within(pass.visible_end, pass.num_rows, INT64_MAX),
             "run: a position is below 0");
     require(!pass.rope_positions || within(pass.rope_positions, pass.num_rows * kRopeAxes, INT64_MAX),
             "run: a rotary position is below 0");
@@ -101,7 +101,7 @@ PlannedPass::PlannedPass(const Program& program, nb::handle plan, const HiddenPo
       slots_(array<Ints>(plan, "slots")), row_starts_(array<Ints>(plan, "row_starts")),
       logit_rows_(array<Ints>(plan, "logit_rows")), block_tables_(array<Table>(plan, "block_tables")),
       rope_positions_(optional_array<Table>(plan, "rope_positions")),
-      sees_(optional_array<Ints>(plan, "sees")), hidden_slots_(optional_array<Ints>(plan, "hidden_slots")),
+      visible_end_(optional_array<Ints>(plan, "visible_end")), hidden_slots_(optional_array<Ints>(plan, "hidden_slots")),
       adapter_slots_(optional_array<Ints>(plan, "adapter_slots")),
       hidden_(std::move(hidden)) {
     const int64_t rows = (int64_t)token_ids_.size(), spans = (int64_t)row_starts_.size() - 1;
@@ -110,7 +110,7 @@ PlannedPass::PlannedPass(const Program& program, nb::handle plan, const HiddenPo
     pass.first_position = nb::cast<int64_t>(plan.attr("first_position"));
     require(rows > 0 && (int64_t)positions_.size() == rows && (int64_t)slots_.size() == rows && spans > 0 &&
                 (int64_t)block_tables_.shape(0) == spans && row_starts_.data()[spans] == rows &&
-                (!sees_ || (int64_t)sees_->size() == rows) &&
+                (!visible_end_ || (int64_t)visible_end_->size() == rows) &&
                 (!rope_positions_ ||
                  ((int64_t)rope_positions_->shape(0) == rows && rope_positions_->shape(1) == kRopeAxes)) &&
                 (!hidden_slots_ || (int64_t)hidden_slots_->size() == rows) &&
@@ -128,7 +128,7 @@ PlannedPass::PlannedPass(const Program& program, nb::handle plan, const HiddenPo
     pass.token_ids = token_ids_.data();
     pass.positions = positions_.data();
     pass.slots = slots_.data();
-    pass.sees = sees_ ? sees_->data() : positions_.data();
+    pass.visible_end = visible_end_ ? visible_end_->data() : positions_.data();
     pass.row_starts = row_starts_.data();
     pass.block_tables = block_tables_.data();
     pass.logit_rows = logit_rows_.data();

@@ -412,7 +412,7 @@ void bind_program(nb::module_& m) {
         .def_rw("profiling", &Program::profiling)
         .def("profile", &Program::profile);
     bind_attention_steps(m, program);
-    bind_choice_steps(program);
+    bind_selection_steps(program);
     bind_stream_steps(m, program);
     bind_expert_steps(program);
     bind_recurrent_steps(m, program);

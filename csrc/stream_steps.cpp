@@ -196,21 +196,21 @@ int compress(Program& program, int values, int gates, Floats bias, nb::object ro
 
 // Visible keys of a row: selected entries or all, then the window.
 struct VisibleKeys {
-    const int32_t* chosen; // number, then positions; nullptr: all entries
+    const int32_t* selected; // number, then positions; nullptr: all entries
     int64_t every, window;
 };
 
 int64_t gather_visible(const KVPool& pool, const KVPool& entries, const Pass& pass, int64_t row, const VisibleKeys& visible,
                     Tiles& tiles) {
     const int64_t position = pass.positions[row], whole = (position + 1) / visible.every;
-    const int64_t picked = visible.chosen ? std::min<int64_t>(*visible.chosen, whole) : whole;
+    const int64_t picked = visible.selected ? std::min<int64_t>(*visible.selected, whole) : whole;
     const int64_t near = std::min(position + 1, visible.window), count = picked + near, bytes = pool.layout.tile_bytes();
     thread_local std::vector<uint8_t> scratch;
     scratch.resize((count + 15) / 16 * bytes);
     for (int64_t i = 0; i < count; ++i) {
         const bool is_entry = i < picked;
         const int64_t at = !is_entry            ? position + 1 - near + i - picked
-                           : picked < whole ? visible.chosen[1 + i]
+                           : picked < whole ? visible.selected[1 + i]
                                                 : (i + 1) * visible.every - 1;
         const int64_t slot = slot_of(tiles, pass, row, at);
         copy_lane(pool.layout, (is_entry ? entries : pool).tile(slot, 0), slot % 16, scratch.data() + i / 16 * bytes, i % 16);
@@ -220,29 +220,29 @@ int64_t gather_visible(const KVPool& pool, const KVPool& entries, const Pass& pa
     return count;
 }
 
-int attend_beside(Program& program, int q, nb::object kv_pool, nb::object entry_pool, int64_t num_heads, float scale,
-                  float softcap, int64_t window, int64_t every, std::optional<Sinks> sinks, int chosen) {
+int attend_compressed(Program& program, int q, nb::object kv_pool, nb::object entry_pool, int64_t num_heads, float scale,
+                      float softcap, int64_t window, int64_t every, std::optional<Sinks> sinks, int selected) {
     AttendTask common;
     Step step = attend_step(program, q, kv_pool, num_heads, scale, softcap, sinks, common);
     const KVPool *pool = nb::cast<KVPool*>(kv_pool), *entries = nb::cast<KVPool*>(entry_pool);
     require(pool->layout.num_heads == 1 && window > 0 && every > 0 &&
                 entries->layout.tile_bytes() == pool->layout.tile_bytes() && entries->num_slots == pool->num_slots,
-            "attend_beside: needs one KV head, a window above 0, and entries with the keys' layout");
+            "attend_compressed: needs one KV head, a window above 0, and entries with the keys' layout");
     step.owners.push_back(entry_pool);
     program.wants_spans = true;
-    if (chosen >= 0) step.reads.push_back(chosen);
+    if (selected >= 0) step.reads.push_back(selected);
     const int out = step.writes[0];
     const int64_t together = program.kernels.max_queries * kTilesPerTask;
     const int64_t parts = (common.group + together - 1) / together;
     step.num_tasks = [parts](const Pass& pass) { return pass.num_rows * parts; };
-    step.run = [&program, pool, entries, common, q, out, chosen, window, every, parts, together,
+    step.run = [&program, pool, entries, common, q, out, selected, window, every, parts, together,
                 own = step.quantizes](const Pass& pass, int64_t index) {
         const int64_t row = index / parts;
         AttendTask task = common;
         static_cast<Tiles&>(task) = tiles_of(*pool, pass, pass.row_spans[row], 0);
-        const auto* picks = chosen < 0 ? nullptr : reinterpret_cast<const int32_t*>(program.values(chosen, row));
+        const auto* picks = selected < 0 ? nullptr : reinterpret_cast<const int32_t*>(program.values(selected, row));
         const int32_t last = (int32_t)gather_visible(*pool, *entries, pass, row, {picks, every, window}, task) - 1;
-        task.positions = task.sees = &last; // the task has one row
+        task.positions = task.visible_end = &last; // the task has one row
         task.queries = program.values(q, row);
         task.query_stride = program.buffers[q].stride();
         task.out = program.output(out).from_row(row);
@@ -303,9 +303,9 @@ void bind_stream_steps(nb::module_& m, nb::class_<Program>& program) {
         .def("embed_ngrams", embed_ngrams)
         .def("signed_sqrt", signed_sqrt)
         .def("compress", compress)
-        .def("attend_beside", attend_beside, nb::arg("q"), nb::arg("pool"), nb::arg("entries"), nb::arg("num_heads"),
+        .def("attend_compressed", attend_compressed, nb::arg("q"), nb::arg("pool"), nb::arg("entries"), nb::arg("num_heads"),
              nb::arg("scale"), nb::arg("softcap"), nb::arg("window"), nb::arg("every"), nb::arg("sinks").none(),
-             nb::arg("chosen"));
+             nb::arg("selected"));
 }
 
 } // namespace headstart

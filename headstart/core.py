@@ -440,11 +440,6 @@ class StepPlan:
         """[R] position of the first row of each row's sequence."""
         return np.repeat(self.positions[self.row_starts[:-1]], np.diff(self.row_starts))
 
-    @property
-    def sees(self) -> Int32 | None:
-        """`visible_end` under the name that the compiled kernels read."""
-        return self.visible_end
-
 
 @dataclass(eq=False)  # not frozen, for the reason given at StepPlan
 class SamplingRows:

@@ -253,7 +253,7 @@ class Program:
         bias: int = -1,
         block_window: bool = False,
     ) -> int: ...
-    def choose(
+    def select_positions(
         self,
         q: int,
         weights: int,
@@ -268,8 +268,8 @@ class Program:
         block_size: int = 1,
         candidates: int = -1,
     ) -> int: ...
-    def choose_blocks(self, q: int, pool: KVPool, heads: int, top_k: int, block_size: int) -> int: ...
-    def attend_chosen(
+    def select_blocks(self, q: int, pool: KVPool, heads: int, top_k: int, block_size: int) -> int: ...
+    def attend_selected(
         self,
         q: int,
         pool: KVPool,
@@ -277,12 +277,12 @@ class Program:
         scale: float,
         softcap: float,
         sinks: NDArray[np.float32] | None,
-        chosen: int,
+        selected: int,
     ) -> int: ...
     def compress(
         self, values: int, gates: int, bias: NDArray[np.float32], pool: RowPool, every: int, dim: int, overlap: bool
     ) -> int: ...
-    def attend_beside(
+    def attend_compressed(
         self,
         q: int,
         pool: KVPool,
@@ -293,7 +293,7 @@ class Program:
         window: int,
         every: int,
         sinks: NDArray[np.float32] | None,
-        chosen: int,
+        selected: int,
     ) -> int: ...
     def stream_weights(
         self,

@@ -50,7 +50,7 @@ class ProgramRecorder:
         self.program = Program(path)
         self._pending: list[Symbol] = []
         self._ropes: dict[tuple[tuple[float, ...], float, tuple[int, ...]], RopeTable] = {}
-        self._chosen: dict[KVPool, int] = {}  # the last selection over each pool
+        self._selected: dict[KVPool, int] = {}  # the last selection over each pool
         self._candidates = -1  # selection of the last source of candidates
         self._hidden_width = hidden_width
         self._logit_buffers: set[int] = set()
@@ -192,13 +192,13 @@ class ProgramRecorder:
     def select_positions(self, q: Symbol, weights: Symbol, pool: KVPool, spec: specs.IndexSpec) -> None:
         rows, blocks = (self._index(q), self._index(weights)), spec.candidates
         limit = () if blocks is None else (blocks.count, blocks.size, -1 if blocks.source else self._candidates)
-        self._chosen[pool] = self.program.choose(
+        self._selected[pool] = self.program.select_positions(
             *rows, pool, spec.num_heads, spec.groups, spec.top_k, spec.every, spec.whole, spec.local, *limit
         )
-        self._candidates = self._chosen[pool] if blocks and blocks.source else self._candidates
+        self._candidates = self._selected[pool] if blocks and blocks.source else self._candidates
 
     def select_blocks(self, q: Symbol, pool: KVPool, spec: specs.IndexSpec) -> None:
-        self._chosen[pool] = self.program.choose_blocks(self._index(q), pool, spec.num_heads, spec.top_k, spec.every)
+        self._selected[pool] = self.program.select_blocks(self._index(q), pool, spec.num_heads, spec.top_k, spec.every)
 
     def attend(
         self, q: Symbol, pool: KVPool, spec: AttentionSpec, sinks: Float32 | None = None, chosen: KVPool | None = None,
@@ -209,8 +209,8 @@ class ProgramRecorder:
         if chosen is not None:
             has_mask = spec.window or spec.chunk or spec.causal or spec.excludes_self
             assert not has_mask, "an attention over selected positions cannot have a mask"
-            options = (spec.num_heads, spec.scale, spec.softcap, sinks, self._chosen[chosen])
-            return Symbol(width, self.program.attend_chosen(index, pool, *options))
+            options = (spec.num_heads, spec.scale, spec.softcap, sinks, self._selected[chosen])
+            return Symbol(width, self.program.attend_selected(index, pool, *options))
         how = (spec.num_heads, spec.scale, spec.window, spec.softcap, sinks)
         mask = (spec.causal, spec.excludes_self, spec.chunk)
         near = -1 if bias is None else self._index(bias)
@@ -265,10 +265,10 @@ class ProgramRecorder:
         chosen: KVPool | None = None,
     ) -> Symbol:  # fmt: skip
         assert not spec.block_window, "a window beside compressed entries counts from each row"
-        selected = -1 if chosen is None else self._chosen[chosen]
+        selected = -1 if chosen is None else self._selected[chosen]
         how = (spec.num_heads, spec.scale, spec.softcap, spec.window, every, sinks, selected)
         width = spec.num_heads * spec.value_width
-        return Symbol(width, self.program.attend_beside(self._index(q), pool, entries, *how))
+        return Symbol(width, self.program.attend_compressed(self._index(q), pool, entries, *how))
 
     def take_rows(self, x: Symbol, rows: Input) -> Symbol:
         assert rows == "logit_rows", rows

@@ -14,7 +14,7 @@ namespace {
 constexpr int64_t kSplit = 1024; // positions scored by one task
 constexpr int64_t kTilesPerTask = 8;   // query tiles of one row per task: they share the gathered tiles
 
-int64_t num_visible(const Pass& pass, int64_t row) { return pass.sees[row] + 1 - pass.first_position; }
+int64_t num_visible(const Pass& pass, int64_t row) { return pass.visible_end[row] + 1 - pass.first_position; }
 
 // Scores of windows for each group of heads: scores.row(row)[group * windows + window]. With weights (-1: none) the score of
 // a window is that of its last position, else the greatest of its visible positions. windows(pass, row): number of windows of
@@ -47,7 +47,7 @@ int score(Program& program, int q, int weights, nb::object kv_pool, int64_t head
         gather_path(*pool, pass, row, task);
         task.num_heads = heads / groups;
         task.begin = (first + begin * window_size) / 16 * 16;
-        task.end = std::min<int64_t>(first + end * window_size, pass.sees[row] + 1);
+        task.end = std::min<int64_t>(first + end * window_size, pass.visible_end[row] + 1);
         scores.resize((task.end - task.begin + 15) / 16 * 16);
         task.scores = scores.data();
         for (int64_t group = 0; group < groups; ++group) {
@@ -113,17 +113,18 @@ int64_t keep_scores(float* scores, int64_t count, int64_t size, const int32_t* k
 // blocks > 0: candidates (IndexSpec.candidates) are blocks of block_size windows. candidates: the buffer of the source, a
 // selection of the same top_k, which has the number of candidate blocks, then the blocks, behind its positions; -1: this
 // selection is the source.
-int choose(Program& program, int q, int weights, nb::object kv_pool, int64_t heads, int64_t groups, int64_t top_k,
-           int64_t window_size, bool whole, bool local, int64_t blocks, int64_t block_size, int candidates) {
+int select_positions(Program& program, int q, int weights, nb::object kv_pool, int64_t heads, int64_t groups,
+                     int64_t top_k, int64_t window_size, bool whole, bool local, int64_t blocks, int64_t block_size,
+                     int candidates) {
     const KVLayout layout = nb::cast<KVPool*>(kv_pool)->layout;
     require(heads > 0 && top_k > 0 && layout.num_heads == 1 && program.buffers[q].width == heads * layout.head_dim &&
                 program.buffers[weights].width == heads && !program.buffers[q].logits,
-            "choose: shapes differ");
-    require(window_size > 0 && blocks >= 0 && block_size > 0, "choose: window_size and block_size must be above 0");
+            "select_positions: shapes differ");
+    require(window_size > 0 && blocks >= 0 && block_size > 0, "select_positions: window_size and block_size must be above 0");
     require(groups > 0 && heads % groups == 0 && groups <= window_size,
-            "choose: groups must divide the heads, and be at most window_size");
-    require(blocks > 0 ? !whole && groups == 1 : candidates < 0, "choose: whole windows are not selected among candidates");
-    require(whole || !local, "choose: local needs whole windows");
+            "select_positions: groups must divide the heads, and be at most window_size");
+    require(blocks > 0 ? !whole && groups == 1 : candidates < 0, "select_positions: whole windows are not selected among candidates");
+    require(whole || !local, "select_positions: local needs whole windows");
     const auto windows = [window_size, local](const Pass& pass, int64_t row) {
         return (num_visible(pass, row) - local) / window_size;
     };
@@ -131,19 +132,19 @@ int choose(Program& program, int q, int weights, nb::object kv_pool, int64_t hea
     const int scored = score(program, q, weights, kv_pool, heads, groups, dense_limit, window_size, windows);
     const bool is_source = blocks > 0 && candidates < 0;
     const int64_t width = whole ? (top_k + 1) * window_size : top_k + (is_source ? blocks + 1 : 0);
-    const int chosen = program.buffer(width + 1, false);
-    program.buffers[chosen].copies = groups;
+    const int selected = program.buffer(width + 1, false);
+    program.buffers[selected].copies = groups;
     Step step;
     step.label = "attention";
     step.reads = {scored};
-    step.writes = {chosen};
+    step.writes = {selected};
     if (candidates >= 0) step.reads.push_back(candidates);
     step.by_rows = true;
-    step.run = [&program, chosen, windows, groups, top_k, dense_limit, window_size, whole, blocks, block_size, candidates,
+    step.run = [&program, selected, windows, groups, top_k, dense_limit, window_size, whole, blocks, block_size, candidates,
                 is_source](const Pass& pass, int64_t row) {
         const int64_t count = windows(pass, row), first = pass.first_position, visible = num_visible(pass, row);
         for (int64_t group = 0; group < groups; ++group) {
-            auto* found = reinterpret_cast<int32_t*>(program.values(chosen, row * groups + group));
+            auto* found = reinterpret_cast<int32_t*>(program.values(selected, row * groups + group));
             *found = (int32_t)(whole && count <= top_k ? visible : std::min(count, top_k));
             if (count <= dense_limit) continue;
             float* scores = program.scores.row(row) + group * count;
@@ -167,35 +168,35 @@ int choose(Program& program, int q, int weights, nb::object kv_pool, int64_t hea
         }
     };
     program.add(std::move(step));
-    return chosen;
+    return selected;
 }
 
 int64_t num_blocks(const Pass& pass, int64_t row, int64_t block_size) {
     return (num_visible(pass, row) + block_size - 1) / block_size;
 }
 
-// As `choose`, with a selection of blocks for each head (one buffer row each); the last block is always selected.
-int choose_blocks(Program& program, int q, nb::object kv_pool, int64_t heads, int64_t top_k, int64_t block_size) {
+// As `select_positions`, with a selection of blocks for each head (one buffer row each); the last block is always selected.
+int select_blocks(Program& program, int q, nb::object kv_pool, int64_t heads, int64_t top_k, int64_t block_size) {
     const KVLayout layout = nb::cast<KVPool*>(kv_pool)->layout;
     require(heads > 0 && top_k > 0 && layout.num_heads == 1 && program.buffers[q].width == heads * layout.head_dim &&
                 !program.buffers[q].logits,
-            "choose_blocks: shapes differ");
-    require(block_size >= 2 * heads, "choose_blocks: a block must have two positions for each head or more"); // Scores::width
+            "select_blocks: shapes differ");
+    require(block_size >= 2 * heads, "select_blocks: a block must have two positions for each head or more"); // Scores::width
     const auto windows = [block_size](const Pass& pass, int64_t row) { return num_blocks(pass, row, block_size); };
     const int scored = score(program, q, -1, kv_pool, heads, heads, top_k, block_size, windows);
-    const int chosen = program.buffer(top_k * block_size + 1, false);
-    program.buffers[chosen].copies = heads;
+    const int selected = program.buffer(top_k * block_size + 1, false);
+    program.buffers[selected].copies = heads;
     Step step;
     step.label = "attention";
     step.reads = {scored};
-    step.writes = {chosen};
+    step.writes = {selected};
     step.by_rows = true;
-    step.run = [&program, chosen, heads, top_k, block_size](const Pass& pass, int64_t row) {
+    step.run = [&program, selected, heads, top_k, block_size](const Pass& pass, int64_t row) {
         const int64_t visible = num_visible(pass, row), count = num_blocks(pass, row, block_size), first = pass.first_position;
         thread_local std::vector<int32_t> picked;
         picked.resize(top_k);
         for (int64_t head = 0; head < heads; ++head) {
-            auto* found = reinterpret_cast<int32_t*>(program.values(chosen, row * heads + head));
+            auto* found = reinterpret_cast<int32_t*>(program.values(selected, row * heads + head));
             *found = (int32_t)visible;
             if (count <= top_k) continue;
             float* scores = program.scores.row(row) + head * count;
@@ -209,11 +210,11 @@ int choose_blocks(Program& program, int q, nb::object kv_pool, int64_t heads, in
         }
     };
     program.add(std::move(step));
-    return chosen;
+    return selected;
 }
 
 // Copies a row's selected positions to scratch tiles, one after another from the first position on.
-void gather_chosen(const KVPool& pool, const Pass& pass, int64_t row, const int32_t* positions, int64_t count, Tiles& tiles) {
+void gather_selected(const KVPool& pool, const Pass& pass, int64_t row, const int32_t* positions, int64_t count, Tiles& tiles) {
     const int64_t bytes = pool.layout.tile_bytes(), first = pass.first_position;
     thread_local std::vector<uint8_t> scratch;
     scratch.resize(((first + count - 1) / 16 + 1) * bytes);
@@ -225,31 +226,31 @@ void gather_chosen(const KVPool& pool, const Pass& pass, int64_t row, const int3
     tiles.scratch_from = 0;
 }
 
-int attend_chosen(Program& program, int q, nb::object kv_pool, int64_t num_heads, float scale, float softcap,
-                  std::optional<Sinks> sinks, int chosen) {
+int attend_selected(Program& program, int q, nb::object kv_pool, int64_t num_heads, float scale, float softcap,
+                    std::optional<Sinks> sinks, int selected) {
     AttendTask common;
     Step step = attend_step(program, q, kv_pool, num_heads, scale, softcap, sinks, common);
     const KVPool* pool = nb::cast<KVPool*>(kv_pool);
     const int out = step.writes[0];
-    const int64_t copies = program.buffers[chosen].copies; // selections, each for equally many KV heads
-    require(pool->layout.num_heads % copies == 0, "attend_chosen: the selections do not divide the KV heads");
+    const int64_t copies = program.buffers[selected].copies; // selections, each for equally many KV heads
+    require(pool->layout.num_heads % copies == 0, "attend_selected: the selections do not divide the KV heads");
     const int64_t together = program.kernels.max_queries * kTilesPerTask;
     const int64_t parts = (common.group + together - 1) / together, each = parts * pool->layout.num_heads;
-    step.reads.push_back(chosen);
+    step.reads.push_back(selected);
     step.num_tasks = [each](const Pass& pass) { return pass.num_rows * each; };
-    step.run = [&program, pool, common, q, out, chosen, copies, parts, each, together,
+    step.run = [&program, pool, common, q, out, selected, copies, parts, each, together,
                 quantizes = step.quantizes](const Pass& pass, int64_t index) {
         const int64_t row = index / each, kv_head = index % each / parts;
         const int64_t selection = row * copies + kv_head * copies / pool->layout.num_heads;
-        const auto* found = reinterpret_cast<const int32_t*>(program.values(chosen, selection));
+        const auto* found = reinterpret_cast<const int32_t*>(program.values(selected, selection));
         AttendTask task = common;
         static_cast<Tiles&>(task) = tiles_of(*pool, pass, pass.row_spans[row], kv_head);
         if (*found < num_visible(pass, row))
-            gather_chosen(*pool, pass, row, found + 1, *found, task);
+            gather_selected(*pool, pass, row, found + 1, *found, task);
         else
             gather_path(*pool, pass, row, task);
-        const int32_t sees = (int32_t)pass.first_position + *found - 1;
-        task.positions = task.sees = &sees; // the task has one row
+        const int32_t visible_end = (int32_t)pass.first_position + *found - 1;
+        task.positions = task.visible_end = &visible_end; // the task has one row
         task.first_position = pass.first_position;
         task.queries = program.values(q, row);
         task.query_stride = program.buffers[q].stride();
@@ -263,14 +264,14 @@ int attend_chosen(Program& program, int q, nb::object kv_pool, int64_t num_heads
 
 } // namespace
 
-void bind_choice_steps(nb::class_<Program>& program) {
+void bind_selection_steps(nb::class_<Program>& program) {
     program
-        .def("choose", choose, nb::arg("q"), nb::arg("weights"), nb::arg("pool"), nb::arg("heads"),
+        .def("select_positions", select_positions, nb::arg("q"), nb::arg("weights"), nb::arg("pool"), nb::arg("heads"),
              nb::arg("groups"), nb::arg("top_k"), nb::arg("window_size"), nb::arg("whole"), nb::arg("local"),
              nb::arg("blocks") = 0, nb::arg("block_size") = 1, nb::arg("candidates") = -1)
-        .def("choose_blocks", choose_blocks)
-        .def("attend_chosen", attend_chosen, nb::arg("q"), nb::arg("pool"), nb::arg("num_heads"), nb::arg("scale"),
-             nb::arg("softcap"), nb::arg("sinks").none(), nb::arg("chosen"));
+        .def("select_blocks", select_blocks)
+        .def("attend_selected", attend_selected, nb::arg("q"), nb::arg("pool"), nb::arg("num_heads"), nb::arg("scale"),
+             nb::arg("softcap"), nb::arg("sinks").none(), nb::arg("selected"));
 }
 
 } // namespace headstart
