@@ -280,7 +280,7 @@ def summarize(backend: str, options: VerifyOptions, runs: Sequence[VerificationR
     lines = [
         *map(_cell_line, results),
         *(_difference_line(each) for each in differences),
-        f"seeds {seeds} (grid {GRID_SEED}); {_preempted(results)}",
+        f"sampling seeds {seeds}; seed of the grid {GRID_SEED}; {_preempted(results)}",
         f"identical {pairs - len(differences)}/{pairs} texts over {len(results)} cells, {tokens} tokens compared; "
         f"ties {ties}, differences {len(wrong)}",
         f"scope: backend {backend}{arithmetic}; the text is a function of weights, prompt, "

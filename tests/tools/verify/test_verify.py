@@ -63,7 +63,7 @@ def test_no_difference_over_the_whole_grid(folder: Path) -> None:
     assert data["preemptions"] == sum(cell["preemptions"] for cell in data["cells"]) > 0
     assert not any(cell["preemptions"] for cell in data["cells"] if not cell["preemption"] or cell["batch"] == 1)
     assert f"{data['preemptions']} preemptions, in " in report.lines[-3]
-    assert report.lines[-3].startswith("seeds 0 (grid 0)")
+    assert report.lines[-3].startswith("sampling seeds 0; seed of the grid 0; ")
     assert report.lines[-2].startswith(f"identical {data['texts']}/{data['texts']} texts")
     assert "float64" in report.lines[-1]
     json.dumps(data, allow_nan=False)
