@@ -140,7 +140,8 @@ class SamplingParams:
 
     def _check_integer(self, row: Parameter, value: Any) -> None:
         _check_whole(row.name, value)
-        _check_range(row.name, value, row.low, row.high, row.hint)
+        is_scoring = row.name == "max_tokens" and self.prompt_logprobs is not None  # of the prompt, without a text
+        _check_range(row.name, value, 0 if is_scoring else row.low, row.high, row.hint)
 
     def _check_token_numbers(self, row: Parameter, value: Any) -> None:
         if not isinstance(value, Mapping):

@@ -243,6 +243,9 @@ class Engine:
         """Appends tokens until the text ends or fails; returns the number of tokens taken."""
         stop_ids, constraint = sequence.request.stop_ids, sequence.constraint
         tokens_left = self.drafting.tokens_left(sequence)
+        if tokens_left <= 0:  # only the prompt's logprobs are wanted
+            sequence.finish_reason = "length"
+            return 0
         for num_taken, token in enumerate(result.tokens, 1):
             if constraint is not None and not constraint.advance(token):
                 _fail(sequence, f"the grammar refuses token {token}")

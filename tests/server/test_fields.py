@@ -221,3 +221,17 @@ def test_what_the_model_recommends_counts_where_nothing_is_said(tmp_path: Path) 
         assert said != whole(own, TEXT, **asked, temperature=0)["choices"][0]["text"]
         answer = whole(own, "/v1/responses", input="Hi", max_output_tokens=16, top_p=1)
         assert (answer["temperature"], answer["top_p"]) == (0.5, 1.0)
+
+
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_a_prompt_is_scored_alone(server: Server, logprobs: int | None) -> None:
+    asked = {"prompt": "The capital of France is", "temperature": 0, "echo": True, "logprobs": logprobs}
+    longer = whole(server, TEXT, **asked, max_tokens=1)["choices"][0]["logprobs"]
+    document = whole(server, TEXT, **asked, max_tokens=0)
+    (choice,) = document["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (asked["prompt"], "length")
+    assert document["usage"]["completion_tokens"] == 0
+    assert choice["logprobs"] == (longer and {name: values[:-1] for name, values in longer.items()})
+    events = streamed(server, TEXT, **asked, max_tokens=0)
+    assert "".join(event["choices"][0]["text"] for event in events) == asked["prompt"]
+    assert server.post(TEXT, prompt="x", max_tokens=0).json()["error"]["param"] == "max_tokens"
