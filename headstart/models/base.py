@@ -79,6 +79,8 @@ class Family:
     # (tensors under canonical names, sizes, whether they come from a GGUF file) -> canonical tensors
     adapt: Callable[[dict[str, RawTensor], DecoderConfig, bool], dict[str, RawTensor]] | None = None
     restore: Callable[[Arrays, DecoderConfig], Arrays] | None = None  # the inverse of `adapt` for Hugging Face files
+    # ends of canonical names of MTP modules that GGUF files have as they are, though `restore` joins or splits them
+    whole_in_gguf: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()  # other model types of the family: text parts of wrappers, llama.cpp's architectures
     vision: VisionFamily | None = None  # None: no tower is built, images are refused
     scratch: Mapping[str, Any] = field(default_factory=dict)  # for `train --from-scratch`: keys added to small.SCRATCH

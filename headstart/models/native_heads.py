@@ -322,7 +322,11 @@ class _LoadCheck:
         outlines: Any = {name: Outline(shape) for name, shape in self.expected.items()}
         if not self.heads.gguf:
             return {name: each.shape for name, each in self.family.as_published(outlines, self.config).items()}
-        restored = self.family.restore(outlines, self.config) if self.family.restore else outlines
+        restored = outlines
+        if self.family.restore:
+            whole = {name: each for name, each in outlines.items() if name.endswith(self.family.whole_in_gguf)}
+            others = {name: each for name, each in outlines.items() if name not in whole}
+            restored = whole | self.family.restore(others, self.config)
         restored = {name: each for name, each in restored.items() if not _EXPERT.search(name)}
         shapes: Shapes = {}
         for name, each in {**restored, **{n: each for n, each in outlines.items() if _EXPERT.search(n)}}.items():

@@ -268,6 +268,7 @@ FAMILY = Family(
     shifted_norms=_gated_delta.SHIFTED_NORMS,
     adapt=adapt,
     restore=restore,
+    whole_in_gguf=(".projection.weight", ".indexer.q_proj.weight", ".indexer.k_proj.weight"),
     head=HeadSpec(tap="streams", recycle="streams", output_norm=False, joint_norm=True),
     mtp=MTPLayout(
         title="Qwen3.8-Flash-Next", count_key="mtp_num_hidden_layers", served=1,

@@ -9,7 +9,7 @@ from process import Server
 pytestmark = pytest.mark.slow  # a server process
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ASKED = {"stream": True, "stream_options": {"include_usage": True}, "seed": 5, "max_tokens": 24, "n": 2}
-MESSAGES = [{"role": "user", "content": "Count from one to twenty, then say 🎉 twice."}]
+MESSAGES = [{"role": "user", "content": "Repeat: 🎉 Hello from Oslo! 🎉 Then explain why."}]
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 9}}, "required": ["name"]}
 BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": (CHAT, {"messages": MESSAGES, "logprobs": True, "speculation": {"depth": 3}}),

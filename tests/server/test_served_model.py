@@ -171,13 +171,13 @@ def test_a_full_queue_and_bad_requests_are_refused() -> None:
 def test_deltas_of_a_step_come_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     async def check(served: ServedModel) -> None:
         calls: list[int] = []
-        hand_out = served.engine._hand_out
+        put_all = served.engine._put_all
 
         def counted(items: list[tuple[RequestStream, Delta]]) -> None:
             calls.append(len(items))
-            hand_out(items)
+            put_all(items)
 
-        served.engine._hand_out = counted  # type: ignore[method-assign,assignment]
+        served.engine._put_all = counted  # type: ignore[method-assign,assignment]
         forward, all_wait = served.llm.engine.runner.forward, threading.Event()
         monkeypatch.setattr(
             served.llm.engine.runner, "forward", lambda spans: all_wait.wait(support.PATIENCE) and forward(spans)

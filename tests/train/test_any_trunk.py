@@ -12,7 +12,7 @@ from tiny_models import write_model
 
 from headstart.cli.train import _with_own_text
 from headstart.config import EngineConfig
-from headstart.core import Report
+from headstart.core import Report, no_progress
 from headstart.engine.load import attach_head
 from headstart.errors import ModelError, UsageError
 from headstart.heads.kind import is_plain, new_head_spec
@@ -48,7 +48,7 @@ def test_heads_of_each_kind_are_trained_and_drafted_with(family: str, kinds: tup
             model="m", out=tmp_path / kind, kind=kind, depth=2, tokens=60, draft_vocab=50, measure_speedup=False
         )
         options.work.mkdir()
-        assert _TrainingRun(options, frozen_model, data, None).train(0.0).data["steps"] > 0
+        assert _TrainingRun(options, frozen_model, data, None, no_progress).train(0.0).data["steps"] > 0
         engine = support.make(replace(model, head=attach_head(model, options.out)), depth=2)
         support.assert_same(support.run(engine, requests), plain)
         assert engine.stats.drafted > 0

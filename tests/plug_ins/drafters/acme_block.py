@@ -39,6 +39,7 @@ class BlockNetwork:
     first_position: int = 0
     hidden_offset: int = 0
     state_specs: tuple[StateSpec, ...] = ()
+    num_recomputed: int = 0
 
     @property
     def kv_specs(self) -> Seq[KVSpec]:

@@ -119,7 +119,7 @@ def wrong_verify(draft: list[int], targets: list[int], *logprobs: Any) -> Verify
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_a_judge_that_believes_a_draft_is_caught(folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.engine.engine.verify_exact", wrong_verify)
+    monkeypatch.setattr("headstart.engine.verify.verify_exact", wrong_verify)
     report = verify.run(options(folder, dtype=dtype))
     assert not report.ok and report.data["differences"] > len(PROMPTS)
     assert report.data["identical"] + len(report.data["found"]) == report.data["texts"]
@@ -177,7 +177,7 @@ def test_exit_codes_of_the_command(
     data = json.loads(capsys.readouterr().out)
     cells = {(cell["chunk"], cell["threads"], cell["preemption"]) for cell in data["cells"]}
     assert data["ok"] is True and cells == {(1, 1, False), (32, 1, False)}
-    monkeypatch.setattr("headstart.engine.engine.verify_exact", wrong_verify)
+    monkeypatch.setattr("headstart.engine.verify.verify_exact", wrong_verify)
     assert main(command) == 1 and json.loads(capsys.readouterr().out)["differences"] > 0
 
 
@@ -246,7 +246,7 @@ def test_thread_counts_by_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_backend_that_is_exact_is_excused_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither are its differences measured: float64 scores are not what it computes."""
     monkeypatch.setattr(reference, "BACKEND", replace(reference.BACKEND, exact=True))
-    monkeypatch.setattr("headstart.engine.engine.verify_exact", wrong_verify)
+    monkeypatch.setattr("headstart.engine.verify.verify_exact", wrong_verify)
     monkeypatch.setattr("headstart.tools.verify.run.TIE", 1e9)
     report = verify.run(options(folder, dtype="float32"))
     assert not report.ok and report.data["ties"] == 0 and {each["margin"] for each in report.data["found"]} == {None}
@@ -288,7 +288,7 @@ def test_equal_scores_are_a_tie(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_float64_excuses_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What float32 may call a tie is a difference in float64."""
-    monkeypatch.setattr("headstart.engine.engine.verify_exact", wrong_verify)
+    monkeypatch.setattr("headstart.engine.verify.verify_exact", wrong_verify)
     monkeypatch.setattr("headstart.tools.verify.run.TIE", 1e9)
     report = verify.run(options(folder, dtype="float32"))
     assert report.ok and report.data["ties"] == report.data["texts"] - report.data["identical"] > 0
