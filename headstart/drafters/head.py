@@ -135,9 +135,9 @@ class HeadDrafter(base.Drafter):
 
     def _run_chain(self, parts: Seq[Rows], growing: Seq[base.GrowingDraft]) -> None:
         """Runs a chain over pairs: each module reads the tokens one position further on, at the end drafted ones, or
-        token 0 behind the end of a draft. `growing`: the drafts of `parts`, if any."""
+        token 0 after the end of a draft. `growing`: the drafts of `parts`, if any."""
         hidden: Buffer = None
-        every = np.arange(sum(len(part.token_ids) for part in parts), dtype=np.int32)
+        all_rows = np.arange(sum(len(part.token_ids) for part in parts), dtype=np.int32)
         for module in range(self._spec.num_modules):
             live = [each for each in growing if each.can_grow]
             drawn = {each.sequence for each in live}
@@ -149,7 +149,7 @@ class HeadDrafter(base.Drafter):
             if live:
                 self._draw_next(output["logits"], live)
             # a copy: a pass must not read the buffer it writes
-            hidden = self._backend.rows(output["hidden"], every)
+            hidden = self._backend.rows(output["hidden"], all_rows)
 
     def _pairs(self, sequence: Sequence, limit: int | None = None) -> Rows:
         # at least one row is recomputed, because the first draft token is drawn from it
@@ -176,7 +176,7 @@ class HeadDrafter(base.Drafter):
 
 
 def _tokens_ahead(part: Rows, ahead: int) -> list[int]:
-    """The tokens `ahead` positions behind those of a sequence's rows, drafted ones included; 0: not known."""
+    """The tokens `ahead` positions after those of a sequence's rows, drafted ones included; 0: unknown."""
     count, sequence = len(part.token_ids), part.sequence
     known = [*sequence.tokens[part.start + ahead : part.start + ahead + count]]
     known += sequence.draft.tokens[max(part.start + ahead - len(sequence.tokens), 0) :][: count - len(known)]
