@@ -112,7 +112,7 @@ def acceptance(results: Results) -> str:
 
 HTTP_ROWS = (
     DEFAULT_ROW, "headstart EAGLE-3 3", "headstart plain", "llama.cpp Q8_0 plain", "llama.cpp Q4_1 plain",
-    "llama.cpp Q4_1 EAGLE-3 2", "vLLM bf16 MTP 1", "vLLM bf16 plain",
+    "llama.cpp Q4_1 EAGLE-3 2", "vLLM bf16 EAGLE-3 2", "vLLM bf16 plain",
 )  # fmt: skip
 """Rows of the HTTP table that docs/benchmarks.md shows."""
 

@@ -27,7 +27,7 @@ BATCH_MARGIN, PRUDENCE = 0.06, 0.8
 one sequence shortens a large batch by less than its share, and sequences that end at different times share no prompt
 passes."""
 PROBES = 0.005  # share of all time that may be spent on drafts that do not pay at present
-FIRST_PROBES = 8  # drafts of a new engine that are made without time credit, while acceptance is unknown
+FIRST_PROBES = 16  # drafts of a new engine that are made without time credit, while acceptance is unknown
 MAX_REST_STEPS = 7  # maximum of successive steps without drafts, when neither the head nor lookups pay
 DRAFT_ROW = 0.1  # cost of a row in a draft that takes one pass, as a share of the draft step
 MIN_ROW_SHARE = 0.002
