@@ -249,14 +249,9 @@ int attend_selected(Program& program, int q, nb::object kv_pool, int64_t num_hea
             gather_selected(*pool, pass, row, found + 1, *found, task);
         else
             gather_path(*pool, pass, row, task);
-        const int32_t visible_end = (int32_t)pass.first_position + *found - 1;
-        task.positions = task.visible_end = &visible_end; // the task has one row
         task.first_position = pass.first_position;
-        task.queries = program.values(q, row);
-        task.query_stride = program.buffers[q].stride();
-        task.out = program.output(out).from_row(row);
-        if (!quantizes) task.out.quants = nullptr;
-        attend_part(program, task, index % parts, together);
+        const int32_t visible_end = (int32_t)pass.first_position + *found - 1;
+        attend_row(program, task, q, out, quantizes, row, visible_end, index % parts, together);
     };
     program.add(std::move(step));
     return out;

@@ -201,7 +201,7 @@ struct VisibleKeys {
 };
 
 int64_t gather_visible(const KVPool& pool, const KVPool& entries, const Pass& pass, int64_t row, const VisibleKeys& visible,
-                    Tiles& tiles) {
+                       Tiles& tiles) {
     const int64_t position = pass.positions[row], whole = (position + 1) / visible.every;
     const int64_t picked = visible.selected ? std::min<int64_t>(*visible.selected, whole) : whole;
     const int64_t near = std::min(position + 1, visible.window), count = picked + near, bytes = pool.layout.tile_bytes();
@@ -210,7 +210,7 @@ int64_t gather_visible(const KVPool& pool, const KVPool& entries, const Pass& pa
     for (int64_t i = 0; i < count; ++i) {
         const bool is_entry = i < picked;
         const int64_t at = !is_entry            ? position + 1 - near + i - picked
-                           : picked < whole ? visible.selected[1 + i]
+                           : picked < whole     ? visible.selected[1 + i]
                                                 : (i + 1) * visible.every - 1;
         const int64_t slot = slot_of(tiles, pass, row, at);
         copy_lane(pool.layout, (is_entry ? entries : pool).tile(slot, 0), slot % 16, scratch.data() + i / 16 * bytes, i % 16);
@@ -236,18 +236,13 @@ int attend_compressed(Program& program, int q, nb::object kv_pool, nb::object en
     const int64_t parts = (common.group + together - 1) / together;
     step.num_tasks = [parts](const Pass& pass) { return pass.num_rows * parts; };
     step.run = [&program, pool, entries, common, q, out, selected, window, every, parts, together,
-                own = step.quantizes](const Pass& pass, int64_t index) {
+                quantizes = step.quantizes](const Pass& pass, int64_t index) {
         const int64_t row = index / parts;
         AttendTask task = common;
         static_cast<Tiles&>(task) = tiles_of(*pool, pass, pass.row_spans[row], 0);
         const auto* picks = selected < 0 ? nullptr : reinterpret_cast<const int32_t*>(program.values(selected, row));
         const int32_t last = (int32_t)gather_visible(*pool, *entries, pass, row, {picks, every, window}, task) - 1;
-        task.positions = task.visible_end = &last; // the task has one row
-        task.queries = program.values(q, row);
-        task.query_stride = program.buffers[q].stride();
-        task.out = program.output(out).from_row(row);
-        if (!own) task.out.quants = nullptr;
-        attend_part(program, task, index % parts, together);
+        attend_row(program, task, q, out, quantizes, row, last, index % parts, together);
     };
     program.add(std::move(step));
     return out;

@@ -81,4 +81,14 @@ void attend_part(const Program& program, AttendTask& task, int64_t part, int64_t
     }
 }
 
+void attend_row(Program& program, AttendTask& task, int q, int out, bool quantizes, int64_t row, int32_t visible_end,
+                int64_t part, int64_t together) {
+    task.positions = task.visible_end = &visible_end;
+    task.queries = program.values(q, row);
+    task.query_stride = program.buffers[q].stride();
+    task.out = program.output(out).from_row(row);
+    if (!quantizes) task.out.quants = nullptr;
+    attend_part(program, task, part, together);
+}
+
 } // namespace headstart

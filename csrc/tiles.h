@@ -30,4 +30,8 @@ Step attend_step(Program& program, int q, const nb::object& kv_pool, int64_t num
 // Runs queries part * together .. of a one-row task, at most max_queries per kernel call; they share gathered tiles.
 void attend_part(const Program& program, AttendTask& task, int64_t part, int64_t together);
 
+// attend_part for the queries (buffer q) of one row, whose last visible position is visible_end.
+void attend_row(Program& program, AttendTask& task, int q, int out, bool quantizes, int64_t row, int32_t visible_end,
+                int64_t part, int64_t together);
+
 } // namespace headstart

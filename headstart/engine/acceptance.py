@@ -127,9 +127,8 @@ class AcceptanceEstimator:
         return record.factor if record else 1.0
 
     def probability(self, sequence: Sequence, draft: Draft, place: int) -> float:
-        """Acceptance probability of the draft's token at `place`."""
-        table = self.table(sequence, draft.method, place)
-        return min(1.0, self.factor(sequence, draft.method) * table.probability(_score(draft, place)))
+        """Acceptance probability of the draft's token at `place`, given that the tokens before it are accepted."""
+        return _probability(self.tables(sequence, draft.method), self.factor(sequence, draft.method), draft, place)
 
     def leaf_probability(self, sequence: Sequence, method: str, leaf: Leaf) -> float:
         """Acceptance probability of a leaf, given that the tokens before it are accepted."""
@@ -188,11 +187,16 @@ def prefix_probabilities(acceptance: AcceptanceEstimator, sequence: Sequence, dr
     probabilities, product = [], 1.0
     tables, factor = acceptance.tables(sequence, draft.method), acceptance.factor(sequence, draft.method)
     for place in range(len(draft.tokens)):
-        product *= min(1.0, factor * tables[min(place, PLACES)].probability(_score(draft, place)))
+        product *= _probability(tables, factor, draft, place)
         if product <= least:
             break
         probabilities.append(product)
     return probabilities
+
+
+def _probability(tables: Seq[CalibrationTable], factor: float, draft: Draft, place: int) -> float:
+    """Acceptance probability of the draft's token at `place`, by the drafter's tables and the sequence's factor."""
+    return min(1.0, factor * tables[min(place, PLACES)].probability(_score(draft, place)))
 
 
 def _score(draft: Draft, place: int) -> float:

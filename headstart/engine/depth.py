@@ -65,8 +65,10 @@ class AutoDepth:
         self._mean_length = 128.0  # output tokens per sequence
         self._probe_credit_s = 0.0  # seconds available for drafts that do not pay
         self._first_probes = FIRST_PROBES
-        self._pass_s = self._rows_s = self._pass_rows = 0.0  # the next pass without drafts: see estimate_costs
-        self._reach_s = 0.0  # seconds that a drafted row costs by its position
+        self._pass_s = 0.0  # seconds of the next pass without drafts
+        self._pass_rows = 0.0  # rows of that pass (Costs.weighted_rows)
+        self._rows_s = 0.0  # seconds of these rows at position 0
+        self._reach_s = 0.0  # seconds that the mean position adds to a row
         self._margin, self._prudence, self._min_probability = 0.0, 1.0, 0.0
         self._asks_head = False
         self._rest_steps = self._steps_to_skip = 0  # steps without drafts: in all, and left
@@ -109,7 +111,7 @@ class AutoDepth:
         """
         costs, count = self.costs, next_pass.rows
         self._pass_rows, self._reach_s = costs.weighted_rows(next_pass), costs.reach * next_pass.reach / count
-        self._rows_s = costs.passes.at(self._pass_rows)  # all rows, as if at position 0
+        self._rows_s = costs.passes.at(self._pass_rows)
         self._pass_s = self._rows_s + count * self._reach_s
         plain = costs.passes.at(count) + count * self._reach_s
         crowding = (1 - 1 / count) ** 2

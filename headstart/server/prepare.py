@@ -100,7 +100,7 @@ def _prepare_completion(llm: LLM, account: Account, body: CompletionRequest) -> 
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise ParameterError("best_of", "is not supported", "use n")
     top = body.prompt_logprobs if body.prompt_logprobs is not None else (body.logprobs if body.echo else None)
-    if body.echo and body.max_tokens == 0:  # the prompt alone, as lm-eval and others score it
+    if body.echo and body.max_tokens == 0:  # SamplingParams takes 0 only with prompt logprobs
         top = top or 0
     params, constraint = _params(llm, body, _limit(body), body.logprobs, top), constraint_of(body)
     requests: list[Request] = []
