@@ -1,12 +1,14 @@
 """`EngineConfig`: the single source of engine flags, their defaults and their documentation."""
 
 import json
+import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import Field, dataclass, field, fields
 from functools import cache, lru_cache
 from itertools import pairwise
+from numbers import Integral
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -181,12 +183,8 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        for name, spellings in SPELLINGS.items():
-            value = getattr(self, name)
-            object.__setattr__(self, name, spellings.get(str(value), value))
-        if isinstance(self.lora, list):
-            object.__setattr__(self, "lora", tuple(self.lora))
         for name in config_fields():
+            object.__setattr__(self, name, _plain(getattr(self, name), SPELLINGS.get(name, {})))
             self._check(name)
         self._check_names()
         if self.synthetic_rates and self.rule != "exact":
@@ -281,6 +279,17 @@ class EngineConfig:
         if (low is not None and value < low) or (high is not None and value > high):
             bound = f"at least {low}" if high is None else f"between {low} and {high}"
             raise ParameterError(flag_of(name), f"is {value}, but must be {bound}", hint)
+
+
+def _plain(value: Any, spellings: Mapping[str, str]) -> Any:
+    """The value of a field: a path as text, an integer of numpy as Python's, a list as a tuple."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        return int(value)
+    if isinstance(value, list | tuple):
+        return tuple(_plain(each, spellings) for each in value)
+    return spellings.get(str(value), value)
 
 
 @lru_cache

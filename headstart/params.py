@@ -142,6 +142,7 @@ class SamplingParams:
         _check_whole(row.name, value)
         is_scoring = row.name == "max_tokens" and self.prompt_logprobs is not None  # of the prompt, without a text
         _check_range(row.name, value, 0 if is_scoring else row.low, row.high, row.hint)
+        object.__setattr__(self, row.name, int(value))  # integers of numpy overflow, and are not JSON
 
     def _check_token_numbers(self, row: Parameter, value: Any) -> None:
         if not isinstance(value, Mapping):

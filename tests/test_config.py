@@ -3,6 +3,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from headstart.config import EngineConfig, config_fields, errors_with_keywords, flag_of, parse_speculative_config
@@ -63,6 +64,13 @@ def test_adapters_have_names(tmp_path: Path) -> None:
     ):  # fmt: skip
         with pytest.raises(UsageError, match=message):
             EngineConfig(lora=wrong)
+
+
+def test_paths_and_integers_of_numpy(tmp_path: Path) -> None:
+    given: Any = {"depth": np.int64(3), "threads": np.int8(1), "head": tmp_path, "lora": [tmp_path]}
+    made = EngineConfig(**given)
+    assert made == EngineConfig(depth=3, threads=1, head=str(tmp_path), lora=(str(tmp_path),))
+    assert (type(made.depth), type(made.threads)) == (int, int)
 
 
 def test_other_engines_words_for_cache_types() -> None:

@@ -78,6 +78,7 @@ def test_numbers_of_numpy_and_one_text_for_a_list() -> None:
         temperature=np.float32(0.5), max_tokens=np.int64(5), stop="ab", bad_words="c", stop_token_ids=np.arange(2)
     )  # type: ignore[call-overload, unused-ignore]
     assert (made.stop, made.bad_words, list(made.stop_token_ids)) == (("ab",), ("c",), [0, 1])
+    assert type(made.max_tokens) is int
 
 
 @pytest.mark.slow

@@ -95,7 +95,7 @@ class AsyncLLM:
 
     async def _request(self, prompt: Prompt, params: SamplingParams | None, **more: Any) -> Request:
         """`LLM.request` in a thread, since chat templates, tokenizing and grammars may take long."""
-        params = params or self.llm.default_params
+        params = self.llm.default_params if params is None else params
         return await asyncio.to_thread(partial(self.llm.request, prompt, params, **more))
 
     async def _run(self, request: Request, *, continues: bool) -> AsyncGenerator[TextDelta]:

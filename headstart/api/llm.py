@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cached_property
 from itertools import count
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TypedDict, Unpack
 
@@ -114,7 +115,7 @@ def _check_arguments(prompt: Prompt, params: Any, depth: Any, vocab_size: int, o
         raise UsageError(f"there is no argument {name!r}", hint)
     if not isinstance(params, SamplingParams):
         raise UsageError(f"params is {type(params).__name__}", "give SamplingParams(max_tokens=...), or nothing")
-    if depth is not None and (not isinstance(depth, int) or isinstance(depth, bool)):
+    if depth is not None and (not isinstance(depth, Integral) or isinstance(depth, bool)):
         raise UsageError(f"depth {depth!r} is no number", "leave it out for the depth of the LLM")
     if isinstance(prompt, str) and not prompt:
         raise UsageError("the prompt is empty", "give at least one character")
@@ -166,7 +167,7 @@ class LLM:
         started_s = time.perf_counter()
         if not isinstance(model, str | os.PathLike | Model | None):
             raise UsageError(f"model is {model!r}", "give a path, a Hub name or an alias")
-        if not isinstance(cache_bytes, int | None):
+        if not isinstance(cache_bytes, Integral | None):
             raise UsageError(f"cache_bytes is {cache_bytes!r}", "give a number of bytes")
         source = os.fspath(model) if isinstance(model, os.PathLike) else model
         self._by_keyword = config is None or bool(options)  # else options may come from a command line
@@ -185,6 +186,7 @@ class LLM:
         self._ids = count()
 
     def __enter__(self) -> Self:
+        self._check_open()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -302,6 +304,7 @@ class LLM:
     @property
     def tower(self) -> VisionTower | None:
         """The model's vision tower; None: it reads text only."""
+        self._check_open()
         return self.model.tower
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
@@ -391,7 +394,7 @@ class LLM:
             banned_until_min=stop_ids if params.min_tokens else frozenset(),
             banned=self._banned(params.bad_words),
             allowed=None if allowed is None else token_mask(allowed, size),
-            depth=depth,
+            depth=None if depth is None else int(depth),  # integers of numpy overflow
             constraint=None if spec is None else self.grammars.compile(spec),
             adapter=adapter,
         )
@@ -485,7 +488,7 @@ class LLM:
         **options: Unpack[RequestOptions],
     ) -> Iterator[TextDelta]:
         """Yield one prompt's output piece by piece (n = 1). Closing the iterator aborts it. Raises as `generate`."""
-        params = params or self.default_params
+        params = self.default_params if params is None else params
         request = self.request(prompt, params, images=images, lora=lora, **options)
         if params.n != 1:
             raise UsageError(f"n is {params.n}, but only one choice can be streamed")
@@ -495,6 +498,7 @@ class LLM:
     def decode_pair(self, prompt: Prompt, params: SamplingParams, number: int) -> dict[bool, Completion]:
         """Completions of one prompt with drafting (key True) and without (False), for demo, tune and bench. An even
         `number` runs without drafting first, an odd one last, so that disturbances of the machine affect both alike."""
+        self._check_open()
         completions = {}
         for drafting in (False, True) if number % 2 == 0 else (True, False):
             self.engine.drafting.clear()  # the first run's output must not serve the second as a draft

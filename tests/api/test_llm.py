@@ -364,6 +364,14 @@ def test_choices_differ_and_are_those_of_plain_decoding() -> None:
     assert first.token_ids == found[0].token_ids
 
 
+def test_integers_of_numpy() -> None:
+    each = llm()
+    numbers: Any = (np.int8(100), np.uint64(3), np.int8(2))
+    (done,) = each.generate("the", SamplingParams(max_tokens=numbers[0], seed=numbers[1]), depth=numbers[2])
+    (plain,) = each.generate("the", SamplingParams(max_tokens=100, seed=3), depth=2)
+    assert json.dumps([done.token_ids, done.seed]) == json.dumps([plain.token_ids, plain.seed])
+
+
 def test_an_unset_seed_is_drawn_reported_and_enough_to_repeat() -> None:
     each = llm()
     params = SamplingParams(temperature=1.0, max_tokens=20)
@@ -488,6 +496,8 @@ def test_bad_arguments() -> None:
     for call in (each.generate, each.stream):
         with pytest.raises(UsageError, match=r"params is dict.*SamplingParams\(max_tokens"):
             next(iter(call("a", {"max_tokens": 3})))  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="params is dict"):
+            next(iter(call("a", {})))  # type: ignore[arg-type]
         with pytest.raises(UsageError, match=r"no argument 'max_tokens' .hint: give SamplingParams"):
             next(iter(call("a", max_tokens=3)))  # type: ignore[call-arg]
         with pytest.raises(UsageError, match=r"no argument 'dept' .hint: did you mean depth"):
@@ -593,7 +603,10 @@ def test_closing_gives_everything_back() -> None:
     del stream
     gc.collect()
     assert engine() is None
-    for asked in (lambda: each.generate("the"), lambda: each.info, lambda: each.method, lambda: each.chat_sampling):
+    for asked in (
+        lambda: each.generate("the"), lambda: each.info, lambda: each.method, lambda: each.chat_sampling,
+        lambda: each.tower, lambda: each.decode_pair("the", SamplingParams(), 0), each.__enter__,
+    ):  # fmt: skip
         with pytest.raises(UsageError, match="this LLM is closed"):
             asked()
 
