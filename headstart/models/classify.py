@@ -99,6 +99,11 @@ def _model_kind(config: Mapping[str, Any], kind: str, method: str, title: str, m
     )
 
 
+def mtp_modules(count: int = 1) -> DrafterKind:
+    """The kind of a model's native MTP modules."""
+    return DrafterKind(kind=MTP, method="mtp", title=OTHERS[MTP], num_modules=count)
+
+
 def classify_path(name: str | Path) -> DrafterKind:
     """The kind of a directory, .gguf file or Hub repo. Raises UsageError for others, ModelError for damaged files."""
     path = hub.resolve(str(name)) if hub.is_builtin(str(name)) else user_path(name)

@@ -24,7 +24,7 @@ Write = Callable[[HeadCheckpoint, Arrays], Written]
 
 def block_export(write: Write, method: str) -> Export:
     """Returns the EXPORT of a layout that vLLM runs with speculative method `method`."""
-    return lambda request: block_plan(request.source("block"), write, vllm_use(method, "DEPTH"))
+    return lambda request: block_plan(request.source("block"), write, vllm_use(method))
 
 
 def block_plan(source: ExportSource, write: Write, use: str) -> Plan:
@@ -41,7 +41,7 @@ def block_plan(source: ExportSource, write: Write, use: str) -> Plan:
         verifier["architectures"] = architectures(source.checkpoint.config)
     document |= _of_trunk(document, source.checkpoint.config)
     planned = planned_tensors(named)
-    plan = single_file(planned, document, use.replace("DEPTH", str(block.block_size)))
+    plan = single_file(planned, document, use)
     if not trunk.is_dir():
         plan.notes.append(f"the trunk {source.name} is a GGUF file here: give the engine that model as safetensors")
     return plan

@@ -56,6 +56,7 @@ class HeadModel:
     architecture: LlamaCppDraft
     metadata: Mapping[str, tuple[Any, str]]
     tensors: list[GgufTensor]
+    num_modules: int
     notes: list[str]
 
 
@@ -84,7 +85,7 @@ def head_model(source: Checkpoint) -> HeadModel | None:
     for needed in ("token_embd.weight", "output_norm.weight"):
         if needed not in {each.name for each in tensors}:
             raise ModelError(f"{source.name} has no tensor for {needed}", "is a shard missing? download it again")
-    return HeadModel(architecture, _metadata(architecture, config, layers, count), tensors, module.notes)
+    return HeadModel(architecture, _metadata(architecture, config, layers, count), tensors, count, module.notes)
 
 
 def _metadata(

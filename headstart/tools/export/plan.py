@@ -18,6 +18,7 @@ from headstart.formats.json_object import read_object
 from headstart.formats.safetensors import CONFIG, Planned, write_stream
 from headstart.heads.eagle3 import OURS
 from headstart.heads.published import MARK
+from headstart.models.classify import DrafterKind, classify, mtp_modules
 
 Wrote = Callable[[int], None]  # is called with the bytes of each piece
 Writer = Callable[[Path, Wrote], None]  # writes the file at a path
@@ -43,7 +44,10 @@ class Plan:
     other_bytes: int = 0  # size of the files of `writers`
     marks: tuple[str, ...] = ()  # files that only headstart writes; they identify an earlier output
     notes: list[str] = field(default_factory=list)  # for the user
-    use: str = ""  # command that uses the output; {out}: its path, quoted for a shell; {path}: its path as it is
+    use: str = ""
+    """Command that uses the output. {out}: the path, quoted for a shell; {path}: the path as it is; {depth}: this
+    machine's default depth."""
+    drafter: DrafterKind = field(default_factory=mtp_modules)  # kind of the head that is written
     data: dict[str, Any] = field(default_factory=dict)  # for the JSON report
 
     def nbytes(self, out: Path) -> int:
@@ -67,18 +71,19 @@ def index_text(files: dict[str, str], total: int | None = None, indent: int = 2)
     return as_json({**head, "weight_map": files}, indent=indent)
 
 
-def vllm_use(method: str, depth: int | str) -> str:
+def vllm_use(method: str) -> str:
     """Returns vLLM's command that serves a model with the drafter in `{path}`."""
     return (
         "vllm serve MODEL --speculative-config "
-        f"""'{{{{"method": "{method}", "model": "{{path}}", "num_speculative_tokens": {depth}}}}}'"""
+        f"""'{{{{"method": "{method}", "model": "{{path}}", "num_speculative_tokens": {{depth}}}}}}'"""
     )
 
 
 def single_file(tensors: Sequence[Planned], config: dict[str, Any], use: str) -> Plan:
     """Plans a directory of one safetensors file and its config.json."""
     texts = {"config.json": as_json(config) + "\n"}
-    return Plan(tensors={"model.safetensors": tensors}, metadata={"format": "pt"}, texts=texts, use=use)
+    files = {"model.safetensors": tensors}
+    return Plan(tensors=files, metadata={"format": "pt"}, texts=texts, use=use, drafter=classify(config))
 
 
 def check_target(out: Path, force: bool, sources: Sequence[Path] = ()) -> None:

@@ -5,6 +5,8 @@ import shlex
 from headstart import registry
 from headstart.core import Progress, Report, no_progress
 from headstart.errors import UsageError
+from headstart.tools.doctor import installed_gpus
+from headstart.tools.draft_depth import default_depth
 from headstart.tools.export.plan import check_target, write_plan
 from headstart.tools.export.source import Export, ExportRequest
 from headstart.tools.options import ExportOptions
@@ -30,7 +32,8 @@ def run(options: ExportOptions, progress: Progress = no_progress) -> Report:
     check_target(options.out, True, [each for each in sources if each])
     plan = export(request)
     size = write_plan(plan, options.out, progress)
-    use = plan.use.format(out=shlex.quote(str(options.out)), path=options.out)
+    depth, _ = default_depth(plan.drafter, gpus=len(installed_gpus()))
+    use = plan.use.format(out=shlex.quote(str(options.out)), path=options.out, depth=depth)
     data = {"out": str(options.out), "to": to, "bytes": size, "use": use, "notes": plan.notes, **plan.data}
     notes = [f"note: {note}" for note in plan.notes]
     return Report(True, data, [f"{options.out}: {size / 1e6:.0f} MB", *notes, f"use it with: {use}"])

@@ -11,17 +11,13 @@ from headstart.formats.base import Checkpoint
 from headstart.formats.gguf_file import read as read_gguf
 from headstart.formats.sizes import Sizes, as_size, text_config
 from headstart.formats.tensor_parts import MTP, part_of
-from headstart.models.classify import DrafterKind, classify, classify_path
+from headstart.models.classify import DrafterKind, classify, classify_path, mtp_modules
 from headstart.models.families import find_mtp_family
 from headstart.models.mtp import declared
+from headstart.tools.draft_depth import default_depth
 from headstart.tools.plan.shape import SizedModel
 from headstart.tools.plan.sources import sized_model
 from headstart.tools.saved import load_setting
-
-CPU_DEPTH = 1
-"""Default depth on a CPU. A step of today's CPU engines costs more with every row: of depths 1 and 3 only depth 1 was
-not slower than plain decoding."""
-GPU_DEPTH = 3  # SGLang's default depth for heads of one module, which runs once for each draft token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,28 +96,20 @@ def drafter_of(head: str) -> DrafterKind:
 
 
 def choose_depth(facts: ModelFacts, depth: int | None, drafter: DrafterKind | None, *, gpus: int) -> tuple[int, str]:
-    """Returns the draft depth and the reason for it. The user's `depth` comes first, then the depth of a separate
-    `drafter` (None: the model's own MTP modules), then the depth that `headstart tune` found for this model, then a
-    default. Raises UsageError if the drafter or the modules cannot draft `depth` tokens."""
+    """Returns the draft depth and the reason for it. The user's `depth` comes first, then for the model's own MTP
+    modules (drafter None) the depth that `headstart tune` found, then a default. Raises UsageError if the drafter or
+    the modules cannot draft `depth` tokens."""
     if depth is not None:
         _check_depth(facts, depth, drafter)
         return depth, "set by --depth"
-    if drafter is not None and drafter.max_drafts:
-        return drafter.max_drafts, f"the tokens that one block of {drafter.block} drafts"
-    if drafter is not None and drafter.method == "medusa":
-        return drafter.num_modules, "one for each Medusa head"
     if drafter is None:
         if not facts.modules:
             return 0, _why_no_head(facts)
         tuned = load_setting(facts.source, EngineConfig())
         if tuned and tuned.depth and tuned.depth != AUTO:  # a tuned depth of 0 does not apply to other engines
             return tuned.depth, "tuned on this machine"
-        if facts.modules > 1:
-            return min(facts.modules, GPU_DEPTH), f"the head has {facts.modules} modules, one for each draft"
-    if not gpus:
-        return CPU_DEPTH, "deeper drafts cost more than they save on a CPU"
-    why = f"{drafter.title}, one step for each draft" if drafter else "one module, used again for each draft"
-    return GPU_DEPTH, why
+        drafter = mtp_modules(facts.modules)
+    return default_depth(drafter, gpus=gpus)
 
 
 def _check_depth(facts: ModelFacts, depth: int, drafter: DrafterKind | None) -> None:

@@ -1,6 +1,7 @@
 """`headstart export` to EAGLE, speculators and GGUF: where the formula allows it, by tables; where not, the reason."""
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,13 @@ def test_the_verifier_is_found_from_any_folder(eagle3: Path, tmp_path: Path, mon
     verifier = json.loads((tmp_path / "an out" / "config.json").read_text())["speculators_config"]["verifier"]
     assert verifier["name_or_path"] == str(model.resolve())
     assert report.data["use"] == f"vllm serve '{tmp_path / 'an out'}'"
+
+
+def test_the_command_quotes_the_name_of_the_trunks_file(trunk_gguf: Path, eagle3: Path, tmp_path: Path) -> None:
+    trunk = trunk_gguf.rename(tmp_path / "my {7} b.gguf")
+    report = run(ExportOptions(model=str(trunk), head=eagle3, to="gguf", out=tmp_path / "out"))
+    words = shlex.split(report.data["use"])
+    assert words[words.index("-md") + 1] == str(tmp_path / "out" / "eagle3-my {7} b.gguf")
 
 
 def test_an_eagle3_head_as_llama_cpp_wants_it(trunk_gguf: Path, eagle3: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ the missing first block. An EAGLE-3 head has its own architecture and the trunk'
 
 import math
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -25,7 +26,9 @@ from headstart.formats.sizes import text_config
 from headstart.heads.kind import plain_parts
 from headstart.kernels.ops import RawTensor
 from headstart.layers.rope import rope_base
+from headstart.models.classify import mtp_modules
 from headstart.models.families import find_mtp_family, mtp_families
+from headstart.tools.draft_depth import LLAMA_CPP_P_MIN
 from headstart.tools.export.gguf_model import HeadModel, head_model
 from headstart.tools.export.plan import Plan, Wrote
 from headstart.tools.export.source import ExportRequest, ExportSource, open_directory
@@ -33,8 +36,6 @@ from headstart.tools.export.source import ExportRequest, ExportSource, open_dire
 _ITEM = {"F32": 4, "BF16": 2}
 BESIDE = ("token_embd.weight", "output_norm.weight", "output.weight", "rope_freqs.weight")
 CONVERT = "llama.cpp's convert_hf_to_gguf.py --mtp does; or give a GGUF file of the whole model"
-MTP = "llama-server -m MODEL.gguf -md {out}/%s --spec-type draft-mtp"
-EAGLE3 = "llama-server -m MODEL.gguf -md {out}/%s --spec-type draft-eagle3"
 NUM_TAPS = 3
 NAMES = {
     "fuse.weight": "fc.weight",
@@ -62,6 +63,13 @@ def plan(request: ExportRequest) -> Plan:
     return _converted(open_directory(request.model)) if request.path.is_dir() else _copied(request.path)
 
 
+def _use(file: str, method: str) -> str:
+    """Returns llama.cpp's command that drafts with a file in `{out}`."""
+    name = shlex.quote(file).replace("{", "{{").replace("}", "}}")
+    limits = f"--spec-draft-n-max {{depth}} --spec-draft-p-min {LLAMA_CPP_P_MIN}"
+    return f"llama-server -m MODEL.gguf -md {{out}}/{name} --spec-type draft-{method} {limits}"
+
+
 def _converted(source: Checkpoint) -> Plan:
     model_type = str(source.config.get("model_type"))
     found = find_mtp_family(source.config)
@@ -74,7 +82,10 @@ def _converted(source: Checkpoint) -> Plan:
         if not (source.path / needed).is_file():
             raise ModelError(f"{source.name} has no {needed}, which a GGUF file needs", "take it from the original")
     made = f"mtp-{source.title}.gguf"
-    plan = Plan(use=MTP % made, notes=model.notes, data={"architecture": model.architecture.architecture})
+    plan = Plan(
+        use=_use(made, "mtp"), notes=model.notes, data={"architecture": model.architecture.architecture},
+        drafter=mtp_modules(model.num_modules),
+    )  # fmt: skip
     plan.other_bytes = sum(math.prod(each.shape) * _ITEM[each.dtype] for each in model.tensors)
     plan.writers[made] = partial(_write_converted, source, model)
     return plan
@@ -150,7 +161,8 @@ def _copied(path: Path) -> Plan:
         hint = "the metadata promises it: convert the model again"
         raise ModelError(f"{path} holds no tensors of an MTP head in blocks {blocks - heads} and up", hint)
     made = f"mtp-{path.name}"
-    plan = Plan(use=MTP % made, data={"architecture": architecture, "tensors": len(names)})
+    data = {"architecture": architecture, "tensors": len(names)}
+    plan = Plan(use=_use(made, "mtp"), data=data, drafter=mtp_modules(heads))
     plan.other_bytes = sum(file.tensors[name].nbytes for name in names)
     plan.writers[made] = partial(_write_copied, path, frozenset(names))
     return plan
@@ -208,7 +220,7 @@ def _eagle3(source: ExportSource) -> Plan:
     if head.spec.recycle == "post_norm":
         raise ModelError("the head's next step reads what its LM head reads (norm_output), which llama.cpp's does not")
     made = f"eagle3-{trunk.path.name}"
-    plan = Plan(use=EAGLE3 % made, data={"architecture": "eagle3", "tensors": len(source.head_tensors)})
+    plan = Plan(use=_use(made, "eagle3"), data={"architecture": "eagle3", "tensors": len(source.head_tensors)})
     plan.other_bytes = sum(4 * math.prod(tensor.shape) for tensor in source.head_tensors.values())
     plan.writers[made] = partial(_write_eagle3, source)
     return plan

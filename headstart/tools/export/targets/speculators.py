@@ -17,13 +17,13 @@ from headstart.heads.eagle3 import TAPS
 from headstart.heads.layouts.writing import as_speculators, speculators_config
 from headstart.layers.decoder import tapped_layers
 from headstart.models.families import family_named, mtp_families
+from headstart.tools.draft_depth import GPU_DEPTH
 from headstart.tools.export.blocks import block_plan
 from headstart.tools.export.module import ModulePlace, architectures, count_modules, cut_module, find_module
 from headstart.tools.export.plan import Plan, single_file
 from headstart.tools.export.source import ExportRequest, ExportSource
 from headstart.tools.export.targets.vllm_eagle3 import USE as SERVE_BESIDE, published_files
 
-DEPTH = 3
 MODULE = "mtp.0."  # canonical prefix; speculators uses MiMo's names for the parts of a module
 LAYER = "layers.0."
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight")
@@ -45,7 +45,7 @@ def plan(request: ExportRequest) -> Plan:
 
 
 def _container(kind: str, name: str, architecture: list[str]) -> dict[str, Any]:
-    described = speculators_config(kind, DEPTH, name, architecture)
+    described = speculators_config(kind, GPU_DEPTH, name, architecture)
     return {"speculators_model_type": kind, "speculators_config": described, "tie_word_embeddings": False}
 
 

@@ -42,7 +42,7 @@ def plan(request: ExportRequest) -> Plan:
         **source.config, "architectures": architectures(source.config) or ["DeepseekV3ForCausalLM"],
         "num_hidden_layers": 1, "num_nextn_predict_layers": 1, "first_k_dense_replace": 0,
     }  # fmt: skip
-    return single_file(planned, config, vllm_use("eagle", 1))
+    return single_file(planned, config, vllm_use("eagle"))
 
 
 EXPORT = plan

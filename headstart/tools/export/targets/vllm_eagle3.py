@@ -14,7 +14,7 @@ from headstart.tools.export.blocks import planned_tensors
 from headstart.tools.export.plan import Plan, single_file, vllm_use
 from headstart.tools.export.source import ExportRequest, ExportSource
 
-USE = vllm_use("eagle3", 3)
+USE = vllm_use("eagle3")
 
 
 def plan(request: ExportRequest) -> Plan:

@@ -27,7 +27,7 @@ from headstart.tools.export.source import ExportRequest, ExportSource, text_side
 Convert = Callable[[NDArray[np.float32]], NDArray[np.float32]]
 USE = (
     "vllm serve {out} --trust-remote-code --speculative-config "
-    """'{{"method": "mtp", "num_speculative_tokens": 3}}'"""
+    """'{{"method": "mtp", "num_speculative_tokens": {depth}}}'"""
 )
 MODULE = "configuration_mimo"
 PREFIX = "model.mtp_layers.0"

@@ -13,6 +13,7 @@ from headstart.formats.base import Checkpoint, Tensor, strip_wrapper
 from headstart.formats.json_object import read_object
 from headstart.formats.safetensors_file import INDEX
 from headstart.formats.sizes import Sizes, as_size
+from headstart.models.classify import mtp_modules
 from headstart.models.families import find_mtp_family, mtp_families
 from headstart.models.mtp import INDEXER_KEYS, XllmDraft
 from headstart.tools.export.module import DESCRIPTION, ModulePlace, count_modules, cut_module, find_module
@@ -20,9 +21,7 @@ from headstart.tools.export.plan import Plan, as_json, index_text
 from headstart.tools.export.source import ExportRequest, other_weights, side_files
 
 SHARD = "mtp_layer_parameters.safetensors"
-USE = "xllm --model MODEL --draft_model {out} --num_speculative_tokens 1"
-
-
+USE = "xllm --model MODEL --draft_model {out} --num_speculative_tokens {depth}"
 ROTATION = {"rot.weight": "model.rot.weight"}
 NESTED = "text_config"
 BESIDE_BLOCK = ("embed_tokens", "shared_head", "eh_proj", "enorm", "hnorm")
@@ -34,14 +33,16 @@ def plan(request: ExportRequest) -> Plan:
     source = request.directory
     place, draft = _find_draft(source, request.model_type)
     count = count_modules(place, several=draft.several)
+    num_modules = count if draft.several else 1
     if draft.shared:
         _check_shared(source, place)
 
     def rename(name: str) -> str | None:
         return _renamed(name, place, draft)
 
-    module = cut_module(source, place, rename, modules=count if draft.several else 1)
-    made = Plan(notes=[*module.notes, *_notes(source, place, draft, module.tensors)], use=USE, marks=(SHARD,))
+    module = cut_module(source, place, rename, modules=num_modules)
+    notes = [*module.notes, *_notes(source, place, draft, module.tensors)]
+    made = Plan(notes=notes, use=USE, marks=(SHARD,), drafter=mtp_modules(num_modules))
     made.data = {"model_type": place.model_type}
     made.tensors = {SHARD: module.planned}
     made.copies = side_files(source.path)
