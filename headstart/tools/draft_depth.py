@@ -6,8 +6,9 @@ CPU_DEPTH = 1
 """Default depth on a CPU. A step of today's CPU engines costs more with every row: of depths 1 and 3 only depth 1 was
 not slower than plain decoding."""
 GPU_DEPTH = 3  # SGLang's default depth for heads of one module, which runs once for each draft token
-LLAMA_CPP_P_MIN = 0.75
-"""Drafting stops below this probability. llama.cpp measured its default of 0 as slower by a quarter or more."""
+P_MIN = 0.75
+"""Probability below which llama.cpp stops a draft. Its project measured its default of 0 as slower by a quarter or
+more."""
 
 
 def default_depth(drafter: DrafterKind, *, gpus: int) -> tuple[int, str]:

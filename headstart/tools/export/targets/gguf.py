@@ -28,7 +28,7 @@ from headstart.kernels.ops import RawTensor
 from headstart.layers.rope import rope_base
 from headstart.models.classify import mtp_modules
 from headstart.models.families import find_mtp_family, mtp_families
-from headstart.tools.draft_depth import LLAMA_CPP_P_MIN
+from headstart.tools.draft_depth import P_MIN
 from headstart.tools.export.gguf_model import HeadModel, head_model
 from headstart.tools.export.plan import Plan, Wrote
 from headstart.tools.export.source import ExportRequest, ExportSource, open_directory
@@ -66,7 +66,7 @@ def plan(request: ExportRequest) -> Plan:
 def _use(file: str, method: str) -> str:
     """Returns llama.cpp's command that drafts with a file in `{out}`."""
     name = shlex.quote(file).replace("{", "{{").replace("}", "}}")
-    limits = f"--spec-draft-n-max {{depth}} --spec-draft-p-min {LLAMA_CPP_P_MIN}"
+    limits = f"--spec-draft-n-max {{depth}} --spec-draft-p-min {P_MIN}"
     return f"llama-server -m MODEL.gguf -md {{out}}/{name} --spec-type draft-{method} {limits}"
 
 

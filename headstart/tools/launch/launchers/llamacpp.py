@@ -1,7 +1,7 @@
 """llama.cpp: `--spec-type` switches drafting on; its flags were renamed in 2026."""
 
 from headstart.errors import UsageError
-from headstart.tools.draft_depth import LLAMA_CPP_P_MIN
+from headstart.tools.draft_depth import P_MIN
 from headstart.tools.launch.arguments import Version
 from headstart.tools.launch.command_line import CommandLine
 from headstart.tools.launch.launcher import EngineLauncher, ServerBuilder
@@ -33,7 +33,7 @@ class LlamaCpp(EngineLauncher, data="llamacpp.json"):
         if spec.head:
             server.add("--spec-draft-model", spec.head)
         server.add("--spec-type", self.method_of(spec))  # without a type, heads of some kinds are loaded and not used
-        server.add_all({"--spec-draft-n-max": spec.depth, "--spec-draft-p-min": LLAMA_CPP_P_MIN})
+        server.add_all({"--spec-draft-n-max": spec.depth, "--spec-draft-p-min": P_MIN})
         server.note("logprobs are missing from answers while drafting")
 
     def modernize(self, line: CommandLine, version: Version) -> None:
