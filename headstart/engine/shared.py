@@ -6,6 +6,7 @@ empty. `AsyncEngine` (async_engine.py) is a caller with its own thread.
 
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -113,6 +114,8 @@ class SharedEngine:
         self.engine, self._lock, self._named_errors = engine, FairLock(), named_errors
         self.inboxes: dict[str, Inbox] = {}  # by request id
         self.listeners: list[Listener] = []
+        # At the program's end other threads wait for the lock: Python aborts if it ends them in compiled code.
+        weakref.finalize(self, self._lock.__enter__)
 
     def stop(self) -> None:
         """Ends all requests; their callers get GenerationError."""

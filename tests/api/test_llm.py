@@ -653,6 +653,26 @@ def test_a_bad_constraint_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.slow
+def test_a_program_may_end_while_daemon_threads_generate(tmp_path) -> None:
+    code = f"""
+import threading
+from headstart.api import LLM
+from headstart.core import SamplingParams
+llm, runs = LLM({str(write_tiny("qwen3", tmp_path / "m"))!r}, backend="native"), threading.Event()
+def generate():
+    while True:
+        for piece in llm.stream("the", SamplingParams(ignore_eos=True)):
+            runs.set()
+for _ in range(2):
+    threading.Thread(target=generate, daemon=True).start()
+runs.wait()
+"""
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.slow
 def test_the_grammar_library_is_loaded_when_needed() -> None:
     code = """
 import sys
