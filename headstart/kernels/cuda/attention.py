@@ -1,4 +1,4 @@
-"""Launches the kernels of attention, of the lightning indexer and of compressed KV entries.
+"""Launches the kernels of attention and of compressed KV entries.
 
 Whatever decides an order of sums depends on the attention's shape only. Shapes: R rows, H heads, V features of a value.
 """
@@ -15,7 +15,7 @@ from headstart.kernels.cuda.kernels import attention as kernels
 from headstart.kernels.cuda.launch import TILE_ROWS, KernelLauncher, tile_size
 from headstart.kernels.cuda.plan import DevicePlan
 from headstart.kernels.ops import AttentionSpec
-from headstart.kernels.specs import CompressSpec, IndexSpec
+from headstart.kernels.specs import CompressSpec
 from headstart.kernels.torch_backend import TorchKVPool
 
 SPLIT, BLOCK = 512, 64  # positions that one program sums (the same as native's), and positions of one step
@@ -29,8 +29,8 @@ class PositionList:
     kind: int  # ALL, WINDOW_ENDS or CHOSEN
     width: int  # positions of a row, at most
     every: int = 1  # WINDOW_ENDS: window size
-    chosen: Tensor | None = None  # CHOSEN: int32 [R, width], ascending
-    counts: Tensor | None = None  # CHOSEN: int32 [R] positions of each row
+    chosen: Tensor | None = None  # CHOSEN: int32 [R, G, width], ascending; one list for each of G groups of kv heads
+    counts: Tensor | None = None  # CHOSEN: int32 [R] positions in each of a row's lists
 
     @property
     def splits(self) -> int:
@@ -47,7 +47,10 @@ class AttentionSplits:
         self._parts = launch.empty(rows, heads, count, spec.value_width)
         self._maxima, self._totals = launch.empty(rows, heads, count), launch.empty(rows, heads, count)
 
-    def add(self, pool: TorchKVPool, positions: PositionList, first: int, *, window: int = 0, chunk: int = 0) -> None:
+    def add(
+        self, pool: TorchKVPool, positions: PositionList, first: int, bias: Tensor | None = None, *, window: int = 0,
+        chunk: int = 0,
+    ) -> None:  # fmt: skip
         """Compute the splits of a list of positions, stored from split `first` on."""
         spec, plan, launch, keys, values = self._spec, self._plan, self._launch, pool.keys, pool.values
         shape, heads, group = plan.shape, spec.num_heads, spec.num_heads // spec.num_kv_heads
@@ -57,11 +60,13 @@ class AttentionSplits:
         kernels.attend[(shape.rows, heads // tile_heads, positions.splits)](
             self._q, keys, values, self._parts, self._maxima, self._totals, plan["positions"], plan["visible_end"],
             self._window_ends, plan["sequences"], plan["tables"], tile_rows, tile_counts, plan["path_starts"],
-            plan["path_slots"], positions.chosen, positions.counts, shape.first_position, shape.blocks, positions.width,
-            spec.scale, shape.block_size, self._count, first, HEADS=heads, KV_HEADS=spec.num_kv_heads,
+            plan["path_slots"], positions.chosen, positions.counts, bias, shape.first_position, shape.blocks,
+            positions.width, spec.scale, shape.block_size, self._count, first, HEADS=heads, KV_HEADS=spec.num_kv_heads,
             DIM=spec.head_dim, VALUE_DIM=spec.value_width, KEY_STRIDE=keys.stride(0), VALUE_STRIDE=values.stride(0),
             VALUE_HEAD=values.stride(1), TILE_HEADS=tile_heads, WINDOW=window, CHUNK=chunk, SOFTCAP=spec.softcap,
             MODE=_mode(spec), LIST=positions.kind, EVERY=positions.every, PATHS=shape.paths > 0, ROUND=not wide,
+            GROUPS=1 if positions.chosen is None else positions.chosen.shape[1],
+            EXTENT=0 if bias is None else bias.shape[1] // heads,
             WIDE=launch.device.wide or wide, BLOCK=BLOCK, STEP=max(gcd(spec.head_dim, 64), 16),
             VALUE_TILE=_value_tile(spec), SPLIT=SPLIT,
         )  # fmt: skip
@@ -91,29 +96,6 @@ def _value_tile(spec: AttentionSpec) -> int:
     return max(tile_size(spec.value_width), 16)
 
 
-def select_positions(
-    launch: KernelLauncher, q: Tensor, weights: Tensor, pool: TorchKVPool, spec: IndexSpec, plan: DevicePlan
-) -> PositionList:
-    """Ops.select_positions."""
-    shape, rows, keys = plan.shape, len(q), pool.keys
-    wide, context = keys.dtype != torch.bfloat16 or not launch.narrow, shape.context
-    scores, width = launch.empty(rows, context), min(spec.top_k, context)
-    visibility = (plan["positions"], plan["visible_end"])
-    kernels.score[(rows, -(-context // BLOCK))](
-        q, weights, keys, scores, *visibility, plan["sequences"], plan["tables"], plan["path_starts"],
-        plan["path_slots"], shape.first_position, shape.blocks, shape.block_size, context, HEADS=spec.num_heads,
-        DIM=spec.head_dim,
-        PATHS=shape.paths > 0, ROUND=not wide, WIDE=launch.device.wide or wide, BLOCK=BLOCK,
-        STEP=max(gcd(spec.head_dim, 64), 16),
-    )  # fmt: skip
-    chosen, counts = (torch.zeros(shape, dtype=torch.int32, device=q.device) for shape in ((rows, width), (rows,)))
-    kernels.choose[(rows,)](
-        scores, chosen, counts, *visibility, shape.first_position, context, width, width, EVERY=spec.every,
-        TILE=min(tile_size(context), launch.device.elements),
-    )  # fmt: skip
-    return PositionList(CHOSEN, width, chosen=chosen, counts=counts)
-
-
 def compress(
     launch: KernelLauncher, values: Tensor, gates: Tensor, bias: Tensor, pool: TorchKVPool, spec: CompressSpec,
     plan: DevicePlan,
@@ -122,8 +104,9 @@ def compress(
     shape, rows, max_tile = plan.shape, len(values), launch.device.elements
     tile = min(tile_size(spec.width), max_tile)
     kernels.keep_gated[(rows, -(-spec.width // tile))](
-        values, gates, bias, plan["positions"], plan["slots"], pool.keys, EVERY=spec.every, WIDTH=spec.width, TILE=tile
-    )
+        values, gates, bias, plan["positions"], plan["slots"], pool.keys, shape.first_position, EVERY=spec.every,
+        WIDTH=spec.width, TILE=tile,
+    )  # fmt: skip
     out, tile = launch.empty(rows, spec.dim), min(tile_size(spec.dim), max_tile)
     kernels.compress[(rows, -(-spec.dim // tile))](
         pool.keys, out, plan["positions"], plan["visible_end"], plan["sequences"], plan["tables"], plan["path_starts"],

@@ -13,14 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.errors import ModelError
 from headstart.kernels import specs
-from headstart.kernels.cuda.attention import ALL, WINDOW_ENDS, AttentionSplits, PositionList, compress, select_positions
+from headstart.kernels.cuda.attention import ALL, WINDOW_ENDS, AttentionSplits, PositionList, compress
 from headstart.kernels.cuda.grouped_products import GroupedProducts, check_same_layout
 from headstart.kernels.cuda.kernels import recurrent as recurrent_kernels, rows as row_kernels
 from headstart.kernels.cuda.launch import KernelLauncher, tile_size
 from headstart.kernels.cuda.matrix import CudaMatrix
 from headstart.kernels.cuda.plan import DevicePlan
+from headstart.kernels.cuda.selection import Selector
 from headstart.kernels.ops import Activation, AttentionSpec, Experts, StepInputs
 from headstart.kernels.reference.moe import TokenExperts
 from headstart.kernels.reference.ops import TorchOps, grouped_conv
@@ -88,6 +88,7 @@ class CudaOps(TorchOps):
         self, launcher: KernelLauncher, plan: DevicePlan, tables: PositionTables, products: GroupedProducts
     ) -> None:
         self._launch, self._plan, self._tables, self._products = launcher, plan, tables, products
+        self._selector = Selector(launcher, plan)
         self._chosen: dict[TorchKVPool, PositionList] = {}  # the last selection over each pool
 
     def inputs(self, hidden: Tensor | None) -> StepInputs:
@@ -96,6 +97,10 @@ class CudaOps(TorchOps):
 
     def embed(self, table: CudaMatrix, ids: Tensor) -> Tensor:
         return self._launch.take(table, ids)
+
+    def embed_ngrams(self, table: CudaMatrix, last: Tensor, spec: specs.NGramSpec) -> Tensor:
+        ids = torch.stack(spec.rows(last.long()), dim=-1)
+        return self._launch.take(table, ids.flatten()).view(len(last), -1)
 
     def linear(self, x: Tensor, weight: CudaMatrix, bias: Tensor | None = None) -> Tensor:
         return self._launch.product(x, weight, bias)
@@ -172,7 +177,7 @@ class CudaOps(TorchOps):
         positions = selected or PositionList(ALL, self._plan.shape.context)
         splits = AttentionSplits(self._launch, q, spec, self._plan, positions.splits)
         window, chunk = (0, 0) if selected else (spec.window, spec.chunk)
-        splits.add(pool, positions, 0, window=window, chunk=chunk)
+        splits.add(pool, positions, 0, bias, window=window, chunk=chunk)
         return splits.join(positions, 0, sinks, dense=selected is None)
 
     def attend_compressed(
@@ -191,13 +196,10 @@ class CudaOps(TorchOps):
         self._launch.scatter(k, self._plan["slots"], pool.keys.flatten(1))
 
     def select_positions(self, q: Tensor, weights: Tensor, pool: TorchKVPool, spec: specs.IndexSpec) -> None:
-        self._chosen[pool] = select_positions(self._launch, q, weights, pool, spec, self._plan)
-
-    def adapted_linear(self, *arguments: Any) -> None:
-        SupportCheck().adapted_linear(*arguments)
+        self._chosen[pool] = self._selector.select_positions(q, weights, pool, spec)
 
     def select_blocks(self, q: Tensor, pool: TorchKVPool, spec: specs.IndexSpec) -> None:
-        SupportCheck().select_blocks(q, pool, spec)
+        self._chosen[pool] = self._selector.select_blocks(q, pool, spec)
 
     def compress(
         self, values: Tensor, gates: Tensor, bias: Tensor, pool: TorchKVPool, spec: specs.CompressSpec
@@ -205,10 +207,11 @@ class CudaOps(TorchOps):
         return compress(self._launch, values, gates, bias, pool, spec, self._plan)
 
     def stream_weights(self, mixes: Tensor, base: Tensor, scale: Tensor, spec: specs.StreamSpec) -> Tensor:
-        out = torch.empty_like(mixes)
+        out, width = torch.empty_like(mixes), mixes.shape[1]
         row_kernels.stream_weights[(len(mixes),)](
-            mixes, base, scale, out, spec.eps, spec.iterations, COUNT=spec.count, TILE=tile_size(spec.count),
-            ALL=mixes.shape[1] > spec.count,
+            mixes, base, scale, out, width, spec.eps, spec.iterations, spec.magnitude, COUNT=spec.count,
+            TILE=tile_size(spec.count), OUTPUT=width > spec.count, MIXED=width > 2 * spec.count,
+            SOFTMAX=spec.softmax and width == spec.count,
         )  # fmt: skip
         return out
 
@@ -224,7 +227,7 @@ class CudaOps(TorchOps):
         out, width = torch.empty_like(streams), x.shape[1]
         tile = min(tile_size(width), self._launch.device.elements)
         row_kernels.mix_streams[(len(streams), -(-width // tile), spec.count)](
-            streams, x, weights, out, width, COUNT=spec.count, TILE=tile
+            streams, x, weights, out, width, weights.shape[1], COUNT=spec.count, MIXED=spec.mixed, TILE=tile
         )
         return out
 
@@ -257,7 +260,7 @@ class CudaOps(TorchOps):
         recurrent_kernels.gated_delta[(len(out), spec.num_heads, -(-spec.value_dim // tile))](
             qkv, log_decay, strength, pool.states, pool.rows, out, *self._state_arrays(), pool.rows.shape[1],
             KEY_HEADS=spec.num_key_heads, HEADS=spec.num_heads, KEY_DIM=spec.key_dim, VALUE_DIM=spec.value_dim,
-            TILED=spec.tiled, KEY_TILE=tile_size(spec.key_dim), VALUE_TILE=tile,
+            TILED=spec.tiled, BY_CHANNEL=spec.by_channel, KEY_TILE=tile_size(spec.key_dim), VALUE_TILE=tile,
         )  # fmt: skip
         self._keep_rows(pool, qkv, log_decay, strength)
         return out
@@ -303,7 +306,9 @@ class CudaOps(TorchOps):
         return out
 
     def bounded_decay(self, x: Tensor, rate: Tensor, bias: Tensor, bound: float) -> Tensor:
-        return bound * (rate * (x + bias)).sigmoid()
+        out = torch.empty_like(x)
+        self._launch.each(row_kernels.bounded_decay, x.numel(), x, rate, bias, out, x.numel(), x.shape[1], bound)
+        return out
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         return x.index_select(0, rows)
@@ -313,7 +318,7 @@ class CudaOps(TorchOps):
 
 
 class SupportCheck:
-    """`Ops` without computation: running a program over it raises ModelError for weights without a kernel."""
+    """`Ops` without computation: running a program over it raises ModelError for experts without a kernel."""
 
     def __getattr__(self, name: str) -> Any:
         return self._accept
@@ -328,37 +333,5 @@ class SupportCheck:
     def add_rms_norm(self, *arguments: Any) -> tuple[str, str]:
         return "buffer", "buffer"
 
-    def adapted_linear(self, *arguments: Any) -> None:
-        _refuse(True, "LoRA adapters")
-
-    def gated_delta(self, qkv: Any, log_decay: Any, strength: Any, pool: Any, spec: specs.DeltaSpec) -> None:
-        _refuse(spec.by_channel, "Kimi delta attention")
-
-    def stream_weights(self, mixes: Any, base: Any, scale: Any, spec: specs.StreamSpec) -> None:
-        _refuse(not spec.mixed, "streams without a mixing matrix")
-        _refuse(spec.softmax, "attention residuals")
-
-    def attend(self, q: Any, pool: Any, spec: Any, sinks: Any = None, chosen: Any = None, bias: Any = None) -> None:
-        _refuse(bias is not None, "attention with biases by distance")
-
-    def _refuse_ngrams(self, *arguments: Any) -> None:
-        _refuse(True, "embeddings of n-grams")
-
-    embed_ngrams = token_values = signed_sqrt = _refuse_ngrams
-
-    def select_blocks(self, q: Any, pool: Any, spec: specs.IndexSpec) -> None:
-        _refuse(True, "an indexer that selects blocks for each KV head")
-
-    def select_positions(self, q: Any, weights: Any, pool: Any, spec: specs.IndexSpec) -> None:
-        _refuse(spec.whole, "an indexer that selects whole windows")
-        _refuse(spec.candidates is not None, "an indexer that selects among candidates")
-
     def _accept(self, *arguments: Any, **options: Any) -> str:
-        """Every other op is supported. Its result is no None, which stands for an absent argument."""
         return "buffer"
-
-
-def _refuse(refused: bool, what: str) -> None:
-    """Raises ModelError if a program needs a kernel that is not written."""
-    if refused:
-        raise ModelError(f"the cuda backend has no kernel for {what}", "use --backend native")

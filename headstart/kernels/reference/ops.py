@@ -102,6 +102,13 @@ class TorchOps(ABC):
     def linear(self, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
         """See Ops.linear."""
 
+    def token_values(self, ids: Tensor, numbers: Tensor | None = None) -> Tensor:
+        ids = ids if numbers is None else numbers[ids]
+        return (ids + 1).to(torch.get_default_dtype())[..., None]  # a narrow dtype would round them
+
+    def signed_sqrt(self, x: Tensor, least: float) -> Tensor:
+        return x.abs().clamp(min=least).sqrt() * x.sign()
+
     def refine(self, approximate: Tensor, x: Tensor, weight: Any, count: int) -> Tensor:
         return torch.where(largest_blocks(approximate, count), self.linear(x, weight), approximate)
 
@@ -157,15 +164,8 @@ class ReferenceOps(TorchOps):
     def embed(self, table: Tensor, ids: Tensor) -> Tensor:
         return torch.nn.functional.embedding(ids, table)
 
-    def token_values(self, ids: Tensor, numbers: Tensor | None = None) -> Tensor:
-        ids = ids if numbers is None else numbers[ids]
-        return (ids + 1).to(torch.get_default_dtype())[..., None]  # a narrow dtype would round them
-
     def embed_ngrams(self, table: Tensor, last: Tensor, spec: specs.NGramSpec) -> Tensor:
         return torch.cat([self.embed(table, rows) for rows in spec.rows(last.long())], dim=-1)
-
-    def signed_sqrt(self, x: Tensor, least: float) -> Tensor:
-        return x.abs().clamp(min=least).sqrt() * x.sign()
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         return torch.nn.functional.linear(x, weight, bias)

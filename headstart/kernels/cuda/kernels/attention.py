@@ -1,4 +1,4 @@
-"""Triton kernels for attention over paged keys and values, compressed entries and the lightning indexer.
+"""Triton kernels for attention over paged keys and values and compressed entries.
 
 A tile has 16 queries: the query heads of one kv head (or 16 of them) for some rows of one sequence. It walks positions
 in blocks from absolute position 0; a program covers a split of SPLIT positions, and `join` adds the splits in order.
@@ -52,9 +52,9 @@ def slots_of(tables, sequence, table_width, p, inside, block_size, row, position
 
 
 @triton.jit
-def block_scores(q, q_at, is_query, key_at, inside, scale, SOFTCAP: tl.constexpr, ROUND: tl.constexpr,
-                 WIDE: tl.constexpr, DIM: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Scores [QUERIES, BLOCK] = scale * q . k, summed over features in steps of STEP."""
+def products_of(q, q_at, is_query, key_at, inside, ROUND: tl.constexpr, WIDE: tl.constexpr, DIM: tl.constexpr,
+                STEP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """q . k [QUERIES, BLOCK], summed over features in steps of STEP."""
     scores = tl.zeros((QUERIES, BLOCK), tl.float32)
     for d0 in tl.static_range(0, DIM, STEP):
         d = d0 + tl.arange(0, STEP)
@@ -66,19 +66,16 @@ def block_scores(q, q_at, is_query, key_at, inside, scale, SOFTCAP: tl.constexpr
             scores += tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
         else:
             scores += tl.dot(left, right)
-    scores = scores * scale
-    if SOFTCAP > 0:
-        scores = SOFTCAP * tanh(tl.div_rn(scores, SOFTCAP))
     return scores
 
 
 @triton.jit
-def list_length(row, is_query, last, counts, EVERY: tl.constexpr, LIST: tl.constexpr):
+def list_length(row, is_query, last, counts, first_position, EVERY: tl.constexpr, LIST: tl.constexpr):
     """Number of positions in each query's list."""
     if LIST == CHOSEN:
         return tl.load(counts + row, mask=is_query, other=0)
     else:
-        return (last + 1) // EVERY
+        return tl.maximum(last + 1 - first_position, 0) // EVERY
 
 
 @triton.jit
@@ -105,18 +102,19 @@ def add_block(scores, visible, right, largest, total, summed, ROUND: tl.constexp
 def attend(
     q, keys, values, parts, maxima, totals,
     positions, visible_end, window_ends, row_sequences, tables, tile_rows, tile_counts, path_starts, path_slots,
-    chosen, counts, first_position, table_width, list_width, scale, block_size, num_splits, first_split,
+    chosen, counts, bias, first_position, table_width, list_width, scale, block_size, num_splits, first_split,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_STRIDE: tl.constexpr,
     VALUE_STRIDE: tl.constexpr, VALUE_HEAD: tl.constexpr, TILE_HEADS: tl.constexpr, WINDOW: tl.constexpr,
     CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, MODE: tl.constexpr, LIST: tl.constexpr, EVERY: tl.constexpr,
-    PATHS: tl.constexpr, ROUND: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
-    VALUE_TILE: tl.constexpr, SPLIT: tl.constexpr,
+    GROUPS: tl.constexpr, EXTENT: tl.constexpr, PATHS: tl.constexpr, ROUND: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK: tl.constexpr, STEP: tl.constexpr, VALUE_TILE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Online softmax of each query over one split, [R, HEADS, splits(, V)]: maxima, totals (sums of weights), parts
     (weighted sums of values).
 
     q [R, HEADS * DIM]; keys, values by slot; a tile has tile_counts rows from row tile_rows on. LIST: indices of a list
-    are walked instead of positions; with CHOSEN a tile has one row, whose list is in `chosen` [R, list_width]."""
+    are walked instead of positions; with CHOSEN a tile has one row, whose lists, one for each of GROUPS groups of kv
+    heads, are in `chosen` [R, GROUPS, list_width]. bias [R, HEADS, EXTENT]: see Ops.attend; EXTENT 0: there is none."""
     tile, split = tl.program_id(0), tl.program_id(2)
     group: tl.constexpr = HEADS // KV_HEADS
     blocks: tl.constexpr = group // TILE_HEADS
@@ -130,7 +128,7 @@ def attend(
     sequence = tl.load(row_sequences + row0)
     if LIST:
         first = tl.zeros_like(first)
-        last = list_length(row, is_query, last, counts, EVERY, LIST) - 1
+        last = list_length(row, is_query, last, counts, first_position, EVERY, LIST) - 1
     begin = tl.maximum(tl.min(tl.where(last >= 0, first, 2147483647), axis=0) // BLOCK * BLOCK, split * SPLIT)
     end = tl.minimum(tl.max(last, axis=0) + 1, (split + 1) * SPLIT)
     if begin >= end:
@@ -140,18 +138,27 @@ def attend(
     summed = tl.zeros((QUERIES, VALUE_TILE), tl.float32)
     v = tl.arange(0, VALUE_TILE)
     q_at = row.to(tl.int64) * (HEADS * DIM) + head * DIM
+    own = tl.load(positions + row, mask=is_query, other=0)
     for start in range(begin, end, BLOCK):
         place = start + tl.arange(0, BLOCK)
         inside = place < end
         p = place
         if LIST == CHOSEN:
-            p = tl.load(chosen + row0.to(tl.int64) * list_width + place, mask=inside, other=0)
+            selection = row0.to(tl.int64) * GROUPS + kv_head * GROUPS // KV_HEADS
+            p = tl.load(chosen + selection * list_width + place, mask=inside, other=0)
         elif LIST == WINDOW_ENDS:
-            p = place * EVERY + (EVERY - 1)
+            p = first_position + place * EVERY + (EVERY - 1)
         slot = slots_of(tables, sequence, table_width, p, inside, block_size, row0, positions, path_starts, path_slots,
                         first_position, PATHS)  # fmt: skip
         key_at = keys + slot * KEY_STRIDE + kv_head * DIM
-        scores = block_scores(q, q_at, is_query, key_at, inside, scale, SOFTCAP, ROUND, WIDE, DIM, STEP, BLOCK)
+        scores = scale * products_of(q, q_at, is_query, key_at, inside, ROUND, WIDE, DIM, STEP, BLOCK)
+        if EXTENT:
+            near = p[None, :] - own[:, None] + (EXTENT - 1)
+            is_near = is_query[:, None] & (near >= 0) & (near < EXTENT)
+            bias_at = (row.to(tl.int64) * HEADS + head)[:, None] * EXTENT + near
+            scores += tl.load(bias + bias_at, mask=is_near, other=0.0)
+        if SOFTCAP > 0:
+            scores = SOFTCAP * tanh(tl.div_rn(scores, SOFTCAP))
         visible = (place[None, :] >= first[:, None]) & (place[None, :] <= last[:, None]) & inside[None, :]
         right = tl.load(values + slot[:, None] * VALUE_STRIDE + kv_head * VALUE_HEAD + v[None, :],
                         mask=inside[:, None] & (v[None, :] < VALUE_DIM), other=0.0)  # fmt: skip
@@ -205,10 +212,10 @@ def join(
         largest, total, summed = add_splits(largest, total, summed, parts, maxima, totals, row, head, v, is_head,
                                             inside, first // SPLIT, end, num_splits, HEADS, VALUE_DIM)  # fmt: skip
     if LIST:
-        num_list_splits = (list_length(row, True, last, counts, EVERY, LIST) + (SPLIT - 1)) // SPLIT
+        length = list_length(row, True, last, counts, first_position, EVERY, LIST)
+        list_end = first_split + (length + (SPLIT - 1)) // SPLIT
         largest, total, summed = add_splits(largest, total, summed, parts, maxima, totals, row, head, v, is_head,
-                                            inside, first_split, first_split + num_list_splits, num_splits, HEADS,
-                                            VALUE_DIM)  # fmt: skip
+                                            inside, first_split, list_end, num_splits, HEADS, VALUE_DIM)  # fmt: skip
     if SINKS:
         sink = tl.load(sinks + head, mask=is_head, other=0.0)
         higher = tl.maximum(largest, sink)
@@ -220,16 +227,17 @@ def join(
 
 
 @triton.jit
-def keep_gated(values, gates, bias, positions, slots, pool, EVERY: tl.constexpr, WIDTH: tl.constexpr,
+def keep_gated(values, gates, bias, positions, slots, pool, first_position, EVERY: tl.constexpr, WIDTH: tl.constexpr,
                TILE: tl.constexpr):  # fmt: skip
-    """Write values and gates + bias[position % EVERY] of row r to its slot of pool [slots, 2 * WIDTH]."""
+    """Write values and gates + bias[(position - first_position) % EVERY] of row r to its slot of pool
+    [slots, 2 * WIDTH]."""
     row = tl.program_id(0)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     slot = tl.load(slots + row).to(tl.int64)
     inside = (column < WIDTH) & (slot >= 0)
     at = row.to(tl.int64) * WIDTH + column
     tl.store(pool + slot * (2 * WIDTH) + column, tl.load(values + at, mask=inside, other=0.0), mask=inside)
-    place = tl.load(positions + row) % EVERY
+    place = tl.maximum(tl.load(positions + row) - first_position, 0) % EVERY
     gate = (tl.load(gates + at, mask=inside, other=0.0)
             + tl.load(bias + place * WIDTH + column, mask=inside, other=0.0))  # fmt: skip
     tl.store(pool + slot * (2 * WIDTH) + WIDTH + column, gate, mask=inside)
@@ -248,7 +256,7 @@ def compress(
     span: tl.constexpr = 2 * EVERY if OVERLAP else EVERY
     width: tl.constexpr = 2 * DIM if OVERLAP else DIM
     position, sequence = tl.load(positions + row), tl.load(row_sequences + row)
-    ends = ((position + 1) % EVERY == 0) & (tl.load(visible_end + row) >= 0)
+    ends = ((position + 1 - first_position) % EVERY == 0) & (tl.load(visible_end + row) >= 0)
     largest = tl.full((TILE,), NOTHING, tl.float32)
     total, summed = tl.zeros((TILE,), tl.float32), tl.zeros((TILE,), tl.float32)
     if ends:
@@ -270,88 +278,3 @@ def compress(
                 largest = higher
     result = tl.div_rn(summed, tl.where(total > 0, total, 1.0))
     tl.store(out + row.to(tl.int64) * DIM + column, result, mask=inside)
-
-
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # NaN and everything lower count as this score: they come last
-
-
-@triton.jit(do_not_specialize=["table_width", "context"])
-def score(
-    q, weights, keys, out, positions, visible_end, row_sequences, tables, path_starts, path_slots, first_position,
-    table_width, block_size, context,
-    HEADS: tl.constexpr, DIM: tl.constexpr, PATHS: tl.constexpr, ROUND: tl.constexpr, WIDE: tl.constexpr,
-    BLOCK: tl.constexpr, STEP: tl.constexpr,
-):  # fmt: skip
-    """Indexer scores out [R, context]: sum over heads of weight * max(q . k, 0); only visible positions are written."""
-    row, block = tl.program_id(0), tl.program_id(1)
-    _, last = visible_range(positions, visible_end, positions, row, True, first_position, 0, 0, VISIBLE_END)
-    if block * BLOCK > last:
-        return
-    p = block * BLOCK + tl.arange(0, BLOCK)
-    inside = (p <= last) & (p >= first_position)
-    slot = slots_of(tables, tl.load(row_sequences + row), table_width, p, inside, block_size, row, positions,
-                    path_starts, path_slots, first_position, PATHS)  # fmt: skip
-    total = tl.zeros((BLOCK,), tl.float32)
-    for h in range(0, HEADS, QUERIES):
-        head = h + tl.arange(0, QUERIES)
-        is_head = head < HEADS
-        result = tl.zeros((QUERIES, BLOCK), tl.float32)
-        for d0 in tl.static_range(0, DIM, STEP):
-            d = d0 + tl.arange(0, STEP)
-            is_d = d < DIM
-            left = tl.load(q + row.to(tl.int64) * (HEADS * DIM) + head[:, None] * DIM + d[None, :],
-                           mask=is_head[:, None] & is_d[None, :], other=0.0)  # fmt: skip
-            right = tl.load(keys + slot[None, :] * DIM + d[:, None], mask=inside[None, :] & is_d[:, None], other=0.0)
-            if ROUND:
-                left = left.to(tl.bfloat16)
-            if WIDE:
-                result += tl.dot(left.to(tl.float32), right.to(tl.float32), input_precision="ieee")
-            else:
-                result += tl.dot(left, right)
-        weight = tl.load(weights + row * HEADS + head, mask=is_head, other=0.0)
-        total += tl.sum(weight[:, None] * tl.where(result <= 0, 0.0, result), axis=0)  # NaN stays
-    tl.store(out + row.to(tl.int64) * context + p, total, mask=inside)
-
-
-@triton.jit
-def ranked(scores, row, begin, last, first_position, context, EVERY: tl.constexpr, TILE: tl.constexpr):
-    """(positions, ranks) of a tile: ranks 0 .. 2^32 - 1 ascend with scores; -1: cannot be selected."""
-    p = begin + tl.arange(0, TILE)
-    can = (p >= first_position) & (p <= last) & ((p + 1) % EVERY == 0)
-    values = tl.load(scores + row.to(tl.int64) * context + p, mask=can, other=0.0)
-    values = tl.where(values >= LOWEST, values, LOWEST)
-    bits = tl.where(values == 0, 0.0, values).to(tl.int32, bitcast=True)
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) + 2147483648
-    return p, tl.where(can, ordered, -1)
-
-
-@triton.jit(do_not_specialize=["context", "list_width", "top"])
-def choose(scores, chosen, counts, positions, visible_end, first_position, context, list_width, top,
-           EVERY: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
-    """chosen [R, list_width], counts [R]: the `top` positions with the highest scores, ascending (ties: the lowest).
-    One program per row: finds the rank of the last one, four bits at a time, then collects."""
-    row = tl.program_id(0)
-    _, last = visible_range(positions, visible_end, positions, row, True, first_position, 0, 0, VISIBLE_END)
-    rank, above = tl.full((), 0, tl.int64), tl.full((), 0, tl.int32)
-    step, way = tl.full((), 268435456, tl.int64), tl.arange(0, 16)
-    for _ in range(8):
-        bounds = rank + way.to(tl.int64) * step
-        reached = tl.zeros((16,), tl.int32)
-        for begin in range(0, last + 1, TILE):
-            _p, ranks = ranked(scores, row, begin, last, first_position, context, EVERY, TILE)
-            reached += tl.sum((ranks[:, None] >= bounds[None, :]).to(tl.int32), axis=0)
-        largest = tl.max(tl.where(reached >= top, way, 0), axis=0)
-        above = tl.where(largest < 15, tl.sum(tl.where(way == largest + 1, reached, 0), axis=0), above)
-        rank = rank + largest.to(tl.int64) * step
-        step = step >> 4
-    num_tied = top - above
-    taken, equal = 0, 0
-    for begin in range(0, last + 1, TILE):
-        p, ranks = ranked(scores, row, begin, last, first_position, context, EVERY, TILE)
-        ties = (ranks == rank).to(tl.int32)
-        takes = (ranks > rank) | ((ties > 0) & (equal + tl.cumsum(ties, axis=0) <= num_tied))
-        one = takes.to(tl.int32)
-        tl.store(chosen + row.to(tl.int64) * list_width + taken + tl.cumsum(one, axis=0) - 1, p, mask=takes)
-        taken += tl.sum(one, axis=0)
-        equal += tl.sum(ties, axis=0)
-    tl.store(counts + row, taken)

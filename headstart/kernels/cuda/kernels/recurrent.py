@@ -96,10 +96,12 @@ def keep(x, owns, places, kept, num_kept, num_columns, offset, row_width, TILE: 
 def delta_step(
     state, t, qkv, log_decay, strength, kept, out, first, replayed, kept_first, head, key_head, k, v, is_k, is_v,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BY_CHANNEL: tl.constexpr,
 ):  # fmt: skip
     """The state [KEY_TILE, VALUE_TILE] after row t; writes the output of a new row to `out`."""
     channels: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
-    width: tl.constexpr = channels + 2 * HEADS
+    decays: tl.constexpr = HEADS * KEY_DIM if BY_CHANNEL else HEADS
+    width: tl.constexpr = channels + decays + HEADS
     is_new = t >= replayed
     row, kept_row = (first + t - replayed).to(tl.int64), (kept_first + t) * width
     q_at, v_at = key_head * KEY_DIM + k, 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + v
@@ -107,11 +109,13 @@ def delta_step(
     query = select_row(qkv, row * channels + q_at, kept, kept_row + q_at, is_new, is_k)
     key = select_row(qkv, row * channels + k_at, kept, kept_row + k_at, is_new, is_k)
     value = select_row(qkv, row * channels + v_at, kept, kept_row + v_at, is_new, is_v)
-    decay = select_row(log_decay, row * HEADS + head, kept, kept_row + channels + head, is_new, head >= 0)
-    power = select_row(strength, row * HEADS + head, kept, kept_row + channels + HEADS + head, is_new, head >= 0)
+    decay_at = head * KEY_DIM + k if BY_CHANNEL else head
+    decay = select_row(log_decay, row * decays + decay_at, kept, kept_row + channels + decay_at, is_new,
+                       is_k if BY_CHANNEL else head >= 0)  # fmt: skip
+    power = select_row(strength, row * HEADS + head, kept, kept_row + channels + decays + head, is_new, head >= 0)
     query = tl.div_rn(query, tl.sqrt_rn(tl.sum(query * query, axis=0) + EPSILON)) * KEY_DIM**-0.5
     key = tl.div_rn(key, tl.sqrt_rn(tl.sum(key * key, axis=0) + EPSILON))
-    state = state * tl.exp(decay)
+    state = state * (tl.exp(decay)[:, None] if BY_CHANNEL else tl.exp(decay))
     known = tl.sum(state * key[:, None], axis=0)
     state += key[:, None] * ((value - known) * sigmoid(power))[None, :]
     read = tl.sum(state * query[:, None], axis=0)
@@ -124,7 +128,7 @@ def gated_delta(
     qkv, log_decay, strength, states, kept, out, positions, row_starts, owns, reads, starts, store_starts,
     store_positions, store_slots, num_kept,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, TILED: tl.constexpr,
-    KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr,
+    BY_CHANNEL: tl.constexpr, KEY_TILE: tl.constexpr, VALUE_TILE: tl.constexpr,
 ):  # fmt: skip
     """Ops.gated_delta; states [slots, HEADS, KEY_DIM, VALUE_DIM]. One program per sequence, head and tile of values."""
     sequence, head = tl.program_id(0), tl.program_id(1)
@@ -145,13 +149,14 @@ def gated_delta(
         until = tl.load(store_positions + i) - start
         for t in range(num_done, until):
             state = delta_step(state, t, qkv, log_decay, strength, kept, out, first, replayed, kept_first, head,
-                               key_head, k, v, is_k, is_v, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM)  # fmt: skip
+                               key_head, k, v, is_k, is_v, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM,
+                               BY_CHANNEL)  # fmt: skip
         slot = tl.load(store_slots + i).to(tl.int64)
         tl.store(states + (slot * HEADS + head) * size + at, state, mask=inside)
         num_done = until
     for t in range(num_done, tl.load(row_starts + sequence + 1) - first + replayed):
         state = delta_step(state, t, qkv, log_decay, strength, kept, out, first, replayed, kept_first, head, key_head,
-                           k, v, is_k, is_v, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM)  # fmt: skip
+                           k, v, is_k, is_v, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, BY_CHANNEL)  # fmt: skip
 
 
 @triton.jit

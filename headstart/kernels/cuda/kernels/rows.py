@@ -193,21 +193,38 @@ def softplus(x, rate, bias, out, size, num_columns, RATE: tl.constexpr, COUNT: t
 
 
 @triton.jit
+def bounded_decay(x, rate, bias, out, size, num_columns, bound, COUNT: tl.constexpr):
+    """bound * sigmoid(rate * (x + bias)), per column."""
+    at = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
+    inside = at < size
+    column = at % num_columns
+    shifted = tl.load(x + at, mask=inside, other=0.0) + tl.load(bias + column, mask=inside, other=0.0)
+    tl.store(out + at, bound * sigmoid(tl.load(rate + column, mask=inside, other=0.0) * shifted), mask=inside)
+
+
+@triton.jit
 def stream_weights(
-    mixes, base, scale, out, eps, iterations, COUNT: tl.constexpr, TILE: tl.constexpr, ALL: tl.constexpr
-):
-    """Ops.stream_weights of a row: COUNT input weights and, if ALL, COUNT output weights and the mixing matrix."""
+    mixes, base, scale, out, width, eps, iterations, magnitude, COUNT: tl.constexpr, TILE: tl.constexpr,
+    OUTPUT: tl.constexpr, MIXED: tl.constexpr, SOFTMAX: tl.constexpr,
+):  # fmt: skip
+    """Ops.stream_weights of a row: COUNT input weights, if OUTPUT COUNT output weights, and if MIXED the matrix."""
     row = tl.program_id(0)
-    width: tl.constexpr = (2 + COUNT) * COUNT if ALL else COUNT
     i = tl.arange(0, TILE)
     own, is_one = mixes + row * width, i < COUNT
-    input_weight = sigmoid(tl.load(own + i, mask=is_one, other=0.0) * tl.load(scale)
-                       + tl.load(base + i, mask=is_one, other=0.0)) + eps  # fmt: skip
+    scaled = (tl.load(own + i, mask=is_one, other=0.0) * tl.load(scale)
+              + tl.load(base + i, mask=is_one, other=0.0))  # fmt: skip
+    if SOFTMAX:
+        small = tl.where(is_one, tl.exp(scaled - tl.max(tl.where(is_one, scaled, -3.0e38), axis=0)), 0.0)
+        input_weight = tl.div_rn(small, tl.zeros_like(small) + tl.sum(small, axis=0)) + eps
+    else:
+        input_weight = sigmoid(scaled) + eps
     tl.store(out + row * width + i, input_weight, mask=is_one)
-    if ALL:
+    if OUTPUT:
         output_weight = sigmoid(tl.load(own + COUNT + i, mask=is_one, other=0.0) * tl.load(scale + 1)
                           + tl.load(base + COUNT + i, mask=is_one, other=0.0))  # fmt: skip
-        tl.store(out + row * width + COUNT + i, 2.0 * output_weight, mask=is_one)
+        output_weight = magnitude * output_weight if MIXED else magnitude * output_weight + eps
+        tl.store(out + row * width + COUNT + i, output_weight, mask=is_one)
+    if MIXED:
         inside = is_one[:, None] & is_one[None, :]
         at = 2 * COUNT + i[:, None] * COUNT + i[None, :]
         square = (tl.load(own + at, mask=inside, other=0.0) * tl.load(scale + 2)
@@ -244,15 +261,20 @@ def sum_streams(streams, weights, out, num_columns, stride, COUNT: tl.constexpr,
 
 
 @triton.jit
-def mix_streams(streams, x, weights, out, num_columns, COUNT: tl.constexpr, TILE: tl.constexpr):
-    """out [R, COUNT * H]: stream k = weights[COUNT + k] * x + sum over j of weights[(2 + j) COUNT + k] * stream j."""
+def mix_streams(streams, x, weights, out, num_columns, width, COUNT: tl.constexpr, MIXED: tl.constexpr,
+                TILE: tl.constexpr):  # fmt: skip
+    """out [R, COUNT * H]: stream k = weights[COUNT + k] * x + sum over j of weights[(2 + j) COUNT + k] * stream j; not
+    MIXED: + stream k. weights [R, width]."""
     row = tl.program_id(0).to(tl.int64)
     k = tl.program_id(2)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = column < num_columns
-    own = weights + row * ((2 + COUNT) * COUNT) + k
+    own = weights + row * width + k
     total = tl.load(own + COUNT) * tl.load(x + row * num_columns + column, mask=inside, other=0.0)
-    for j in tl.static_range(COUNT):
-        stream = tl.load(streams + (row * COUNT + j) * num_columns + column, mask=inside, other=0.0)
-        total += tl.load(own + (2 + j) * COUNT) * stream
+    if MIXED:
+        for j in tl.static_range(COUNT):
+            stream = tl.load(streams + (row * COUNT + j) * num_columns + column, mask=inside, other=0.0)
+            total += tl.load(own + (2 + j) * COUNT) * stream
+    else:
+        total += tl.load(streams + (row * COUNT + k) * num_columns + column, mask=inside, other=0.0)
     tl.store(out + (row * COUNT + k) * num_columns + column, total, mask=inside)
