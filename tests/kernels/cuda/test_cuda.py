@@ -12,7 +12,7 @@ from headstart.core import Paths
 from headstart.formats.base import Tensor, make_tensor
 from headstart.formats.grouped import Layout, joined
 from headstart.kernels.ops import AttentionSpec, Backend, Ops, StepInputs
-from headstart.kernels.specs import AttentionTemperature, RopeSpec
+from headstart.kernels.specs import AttentionTemperature, NGramSpec, RopeSpec
 
 pytestmark = pytest.mark.slow
 NUM_ROWS = 18
@@ -98,10 +98,13 @@ SPECS = {
     "latent": AttentionSpec(20, 1, 40, 0.2, value_dim=24, latent=True),
     "before": AttentionSpec(4, 2, 16, 0.25, excludes_self=True),
     "window of a block": AttentionSpec(4, 2, 16, 0.25, window=7, block_window=True),
+    "biases, window": AttentionSpec(6, 2, 8, 0.35, window=7),
+    "biases, softcap": AttentionSpec(4, 2, 16, 0.25, softcap=3.0),
 }
+EXTENTS = {"biases, window": 5, "biases, softcap": 70}
 
 
-def attending(backend: Backend, spec: AttentionSpec, *, sinks: bool = False) -> Any:
+def attending(backend: Backend, spec: AttentionSpec, *, sinks: bool = False, extent: int = 0) -> Any:
     """A program: queries, keys and values made of the hidden state; keys and values that are there before."""
     width = 16
     before, keys, values = (
@@ -115,10 +118,12 @@ def attending(backend: Backend, spec: AttentionSpec, *, sinks: bool = False) -> 
     for kept, known in ((pool.keys, before[0]), (pool.values, before[1])):
         kept.copy_(torch.from_numpy(known[:, : kept[0].numel()]).view(kept.shape))
     sink = backend.weight(floats(spec.num_heads)) if sinks else None
+    near = backend.weight(floats(spec.num_heads * extent, width)) if extent else None
 
     def code(ops: Ops, step: StepInputs) -> dict[str, Any]:
         ops.store_kv(ops.linear(step.hidden, k), ops.linear(step.hidden, v), pool, spec)
-        return {"out": ops.attend(ops.linear(step.hidden, q), pool, spec, sink)}
+        bias = ops.linear(step.hidden, near) if extent else None
+        return {"out": ops.attend(ops.linear(step.hidden, q), pool, spec, sink, bias=bias)}
 
     return code
 
@@ -129,7 +134,8 @@ def test_attention(name: str, cuda: Any) -> None:
     then a row alone, whose context is the same."""
     spec, spans = SPECS[name], [(59, 9), (1, 3)]
     plan, hidden = plan_of(spans), rng().standard_normal((12, 16)).astype(np.float32)
-    codes = [attending(backend, spec, sinks=name == "grouped") for backend in (REFERENCE, cuda)]
+    about: dict[str, Any] = {"sinks": name == "grouped", "extent": EXTENTS.get(name, 0)}
+    codes = [attending(backend, spec, **about) for backend in (REFERENCE, cuda)]
     wanted, made = (
         run(backend, code, plan, hidden)["out"] for backend, code in zip((REFERENCE, cuda), codes, strict=True)
     )
@@ -160,11 +166,14 @@ def test_operations_on_rows(cuda: Any) -> None:
     def program(backend: Backend) -> Any:
         wide, narrow, parts, matrix = (backend.weight(floats(*shape)) for shape in ((24,), (8,), (48,), (24, 24)))
         split = [backend.weight(floats(4, 8)) for _ in range(3)]
+        table, numbers = backend.weight(floats(40, 6)), backend.index(np.arange(NUM_ROWS) * 5 % 7)
 
         def code(ops: Ops, step: StepInputs) -> dict[str, Any]:
             x, at = step.hidden, step.positions
             normed, total = ops.add_rms_norm(x, ops.scale(x, 0.5), wide, 1e-5)
             other = ops.linear(x, matrix)
+            number = ops.token_values(step.token_ids, numbers)
+            last = ops.concat(number, ops.concat(ops.token_values(step.token_ids), ops.scale(number, 0.0)))
             return {
                 "normed": normed,
                 "total": total,
@@ -178,6 +187,9 @@ def test_operations_on_rows(cuda: Any) -> None:
                 "by heads": ops.head_linear(x, split),
                 "gates": ops.sigmoid_mul(ops.take_rows(ops.head_linear(x, split), step.logit_rows), x),
                 "softplus": ops.softplus(ops.scale(x, 20.0), wide, wide),
+                "bounded": ops.bounded_decay(ops.scale(x, 5.0), wide, wide, -5.0),
+                "n-grams": ops.embed_ngrams(table, last, NGramSpec((3, 5, 1 << 40), (11, 13, 5, 11), 2)),
+                "roots": ops.signed_sqrt(x, 0.5),
                 "columns": ops.columns(x, 3, 9),
                 "convolved": ops.grouped_conv(x, ops.columns(other, 0, 6), parts, 2),
                 "zeroed": ops.zero_where(x, at, 5),

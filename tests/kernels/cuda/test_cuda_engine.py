@@ -9,7 +9,7 @@ from tiny_models import write_model
 from headstart.config import EngineConfig
 from headstart.engine.build import build_engine
 from headstart.engine.load import load_model
-from headstart.errors import ModelError, UsageError
+from headstart.errors import UsageError
 
 PROMPT = (3, 5, 7, 5, 7, 5, 9, 5, 7, 5)
 
@@ -45,15 +45,6 @@ def test_families(family: str) -> None:
     assert texts[0] == texts[1] and len(texts[0]) == 3
 
 
-def test_attention_without_a_kernel_is_refused() -> None:
-    """The biases of its scores are a buffer of another operation."""
-    config, arrays = family_of("inkling").tiny()
-    folder = write_model(new_folder(), config, arrays)
-    wanted = EngineConfig(**{**SMALL, "backend": "cuda", "kv_cache_dtype": "float32"})
-    with pytest.raises(ModelError, match="no kernel for attention with biases by distance"):
-        build_engine(load_model(str(folder), wanted), wanted)
-
-
 def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from headstart.kernels.cuda import device
 
@@ -64,9 +55,11 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_operation_has_its_kernels() -> None:
-    """A new operation needs a kernel here, or is refused by name (SupportCheck)."""
-    from headstart.kernels.cuda.ops import CudaOps, SupportCheck
-    from headstart.kernels.ops import Ops
+    """But that of an AdapterBackend."""
+    from headstart.kernels.cuda.backend import CudaBackend
+    from headstart.kernels.cuda.ops import CudaOps
+    from headstart.kernels.ops import AdapterBackend, Ops
 
     wanted = {name for name in vars(Ops) if not name.startswith("_")}
-    assert len(wanted) > 30 and not {name for name in wanted if not hasattr(CudaOps, name)} - vars(SupportCheck).keys()
+    assert len(wanted) > 30 and {name for name in wanted if not hasattr(CudaOps, name)} == {"adapted_linear"}
+    assert not isinstance(CudaBackend(), AdapterBackend)

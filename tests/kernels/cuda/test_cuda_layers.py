@@ -93,6 +93,7 @@ LAYERS: dict[str, Any] = {
     "conv": ConvSpec(10, 4),
     "delta": DeltaSpec(2, 4, 6, 5),
     "delta, tiled": DeltaSpec(2, 4, 6, 5, tiled=True),
+    "delta by channel": DeltaSpec(3, 3, 6, 5, by_channel=True),
     "scan": ScanSpec(2, 4, 5, 6),
 }
 OWNED, KEPT = 3, 6
@@ -101,15 +102,16 @@ OWNED, KEPT = 3, 6
 def walking(backend: Any, spec: Any) -> tuple[Code, Any]:
     """A program that walks over projections of the hidden state, and the pool."""
     heads = getattr(spec, "num_heads", 1)
-    wide, narrow = (backend.weight(tensor(rng().standard_normal((n, 8)) * 0.5)) for n in (spec.channels, heads))
-    vectors = [backend.weight(floats(n)) for n in (getattr(spec, "width", 1) * spec.channels, spec.channels, heads)]
+    decays, sizes = getattr(spec, "num_decays", heads), (spec.channels, heads, getattr(spec, "num_decays", heads))
+    wide, narrow, fading = (backend.weight(tensor(rng().standard_normal((n, 8)) * 0.5)) for n in sizes)
+    vectors = [backend.weight(floats(n)) for n in (getattr(spec, "width", 1) * spec.channels, spec.channels, decays)]
     pool = backend.state_pool(OWNED + 2, OWNED, KEPT, spec)
 
     def code(ops: Ops, step: StepInputs) -> dict[str, Any]:
         x, y = ops.linear(step.hidden, wide), ops.linear(step.hidden, narrow)
         if isinstance(spec, ConvSpec):
             return {"y": ops.causal_conv(x, vectors[0], pool, spec, vectors[1])}
-        decay = ops.scale(ops.softplus(y, None, vectors[2]), -0.3)
+        decay = ops.scale(ops.softplus(ops.linear(step.hidden, fading), None, vectors[2]), -0.3)
         if isinstance(spec, DeltaSpec):
             return {"y": ops.gated_delta(x, decay, y, pool, spec)}
         return {"y": ops.selective_scan(x, ops.scale(decay, -1.0), vectors[2], vectors[2], pool, spec)}
@@ -225,23 +227,37 @@ def compressed(backend: Any, every: int, *, overlap: bool, index: bool) -> Code:
     return code
 
 
+@pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize(("every", "overlap", "index"), [(4, True, True), (4, False, False), (3, True, False)])
-def test_compressed_attention(every: int, overlap: bool, index: bool, cuda: Any) -> None:
+def test_compressed_attention(every: int, overlap: bool, index: bool, first: int, cuda: Any) -> None:
+    """Windows are counted from the first position."""
     hidden = rng().standard_normal((24, 8)).astype(np.float32)
     codes = [compressed(on, every, overlap=overlap, index=index) for on in (REFERENCE, cuda)]
-    plans = plan_of([(0, 13), (0, 4)]), plan_of([(13, 3), (4, 4)])
+    spans = [(0, 13), (0, 4)], [(13, 3), (4, 4)]
+    plans = [plan_of([(first + start, n) for start, n in each], first_position=first) for each in spans]
     for plan in plans:
         rows = hidden[: plan.num_rows] if plan is plans[0] else hidden[17:]
         wanted, made = (run(on, code, plan, rows) for on, code in zip((REFERENCE, cuda), codes, strict=True))
-        ends = (plan.positions + 1) % every == 0
+        ends = (plan.positions + 1 - first) % every == 0
         assert np.allclose(made["entries"][ends], wanted["entries"][ends], rtol=2e-4, atol=1e-5)
         assert np.allclose(made["y"], wanted["y"], rtol=2e-4, atol=1e-5)
-    assert np.array_equal(run(cuda, codes[1], only(plans[1], 2), hidden[19:20])["y"][0], made["y"][2])
+    alone = only(plans[1], 2)
+    alone.first_position = first
+    assert np.array_equal(run(cuda, codes[1], alone, hidden[19:20])["y"][0], made["y"][2])
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_residual_streams(count: int, cuda: Any) -> None:
-    spec, hidden = StreamSpec(count, 5, 1e-6), rng().standard_normal((ROWS, count * 7)).astype(np.float32)
+STREAMS = {
+    "two": StreamSpec(2, 5, 1e-6),
+    "four": StreamSpec(4, 5, 1e-6),
+    "not mixed": StreamSpec(3, 0, 1e-3, 1.5, mixed=False),
+    "a softmax at the end": StreamSpec(5, 1, 1e-3, softmax=True),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_residual_streams(name: str, cuda: Any) -> None:
+    spec, count = STREAMS[name], STREAMS[name].count
+    hidden = rng().standard_normal((ROWS, count * 7)).astype(np.float32)
 
     def streaming(backend: Backend) -> Code:
         mixes = backend.weight(floats(spec.num_mixes, count * 7), precise=True)

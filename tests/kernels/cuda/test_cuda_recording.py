@@ -29,6 +29,7 @@ HEADS: dict[str, Callable[[Model], Head]] = {
     "mtp, two modules": lambda model: support.make_head(
         model, HeadSpec(num_modules=2, beyond="cycle", recycle="pre_norm")
     ),
+    "mtp, a chain": lambda model: support.make_head(model, HeadSpec(num_modules=3, chained=True)),
     "dspark": lambda model: support.make_block(
         model, draft_ids=DRAFT_IDS, tap=(0,), num_layers=1, markov_rank=8, confidence=True
     ),
@@ -66,7 +67,8 @@ def drafts_of(engine: Engine, max_tokens: int = 4, asked: Iterable[dict[str, Any
 
 @pytest.mark.parametrize("head", HEADS)
 def test_whole_drafts_are_those_of_single_steps(head: str) -> None:
-    """A head again and again, over a part of the vocabulary; one module after the other, and the first again; a block
+    """A head again and again, over a part of the vocabulary; one module after the other, and the first again; modules
+    over the outputs of the one before; a block
     in turn, with a confidence; a block at once. The host's edits in two of them."""
     found, depth = [], 3 if head == "mtp, two modules" else 2
     asked = [LIMITED] if head in ("mtp, two modules", "dflash") else MIXED
