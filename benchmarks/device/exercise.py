@@ -50,7 +50,7 @@ def exercise(name: str, compiler: Compiler) -> str:
             compiler.watch(model.backend)
             if kept is None and not drafts and len(model.config.layers) > 1:
                 model = replace(model, head=support.make_head(model))
-            drafting = {"drafter": "mtp" if model.head else "ngram", "depth": 3}
+            drafting = {"drafter": model.head.spec.kind if model.head else "ngram", "depth": 3}
             for more in ({"drafter": "none", "max_num_seqs": 1}, drafting):
                 engine = support.make(model, **base, dtype="float32", kv_blocks=200, **more)
                 for i, length in enumerate(PROMPTS):

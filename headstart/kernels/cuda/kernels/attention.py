@@ -70,6 +70,24 @@ def products_of(q, q_at, is_query, key_at, inside, ROUND: tl.constexpr, WIDE: tl
 
 
 @triton.jit
+def attention_scores(q, bias, row, head, is_query, p, positions, key_at, inside, scale, HEADS: tl.constexpr,
+                     DIM: tl.constexpr, EXTENT: tl.constexpr, SOFTCAP: tl.constexpr, ROUND: tl.constexpr,
+                     WIDE: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Scores [QUERIES, BLOCK] of keys at positions p [BLOCK]. bias [R, HEADS, EXTENT]: see Ops.attend; EXTENT 0: there
+    is none."""
+    query = row.to(tl.int64) * HEADS + head
+    scores = scale * products_of(q, query * DIM, is_query, key_at, inside, ROUND, WIDE, DIM, STEP, BLOCK)
+    if EXTENT:
+        own = tl.load(positions + row, mask=is_query, other=0)
+        near = p[None, :] - own[:, None] + (EXTENT - 1)
+        is_near = is_query[:, None] & (near >= 0) & (near < EXTENT)
+        scores += tl.load(bias + query[:, None] * EXTENT + near, mask=is_near, other=0.0)
+    if SOFTCAP > 0:
+        scores = SOFTCAP * tanh(tl.div_rn(scores, SOFTCAP))
+    return scores
+
+
+@triton.jit
 def list_length(row, is_query, last, counts, first_position, EVERY: tl.constexpr, LIST: tl.constexpr):
     """Number of positions in each query's list."""
     if LIST == CHOSEN:
@@ -114,7 +132,7 @@ def attend(
 
     q [R, HEADS * DIM]; keys, values by slot; a tile has tile_counts rows from row tile_rows on. LIST: indices of a list
     are walked instead of positions; with CHOSEN a tile has one row, whose lists, one for each of GROUPS groups of kv
-    heads, are in `chosen` [R, GROUPS, list_width]. bias [R, HEADS, EXTENT]: see Ops.attend; EXTENT 0: there is none."""
+    heads, are in `chosen` [R, GROUPS, list_width]. bias: see attention_scores."""
     tile, split = tl.program_id(0), tl.program_id(2)
     group: tl.constexpr = HEADS // KV_HEADS
     blocks: tl.constexpr = group // TILE_HEADS
@@ -137,8 +155,6 @@ def attend(
     total = tl.zeros((QUERIES,), tl.float32)
     summed = tl.zeros((QUERIES, VALUE_TILE), tl.float32)
     v = tl.arange(0, VALUE_TILE)
-    q_at = row.to(tl.int64) * (HEADS * DIM) + head * DIM
-    own = tl.load(positions + row, mask=is_query, other=0)
     for start in range(begin, end, BLOCK):
         place = start + tl.arange(0, BLOCK)
         inside = place < end
@@ -151,14 +167,8 @@ def attend(
         slot = slots_of(tables, sequence, table_width, p, inside, block_size, row0, positions, path_starts, path_slots,
                         first_position, PATHS)  # fmt: skip
         key_at = keys + slot * KEY_STRIDE + kv_head * DIM
-        scores = scale * products_of(q, q_at, is_query, key_at, inside, ROUND, WIDE, DIM, STEP, BLOCK)
-        if EXTENT:
-            near = p[None, :] - own[:, None] + (EXTENT - 1)
-            is_near = is_query[:, None] & (near >= 0) & (near < EXTENT)
-            bias_at = (row.to(tl.int64) * HEADS + head)[:, None] * EXTENT + near
-            scores += tl.load(bias + bias_at, mask=is_near, other=0.0)
-        if SOFTCAP > 0:
-            scores = SOFTCAP * tanh(tl.div_rn(scores, SOFTCAP))
+        scores = attention_scores(q, bias, row, head, is_query, p, positions, key_at, inside, scale, HEADS, DIM,
+                                  EXTENT, SOFTCAP, ROUND, WIDE, STEP, BLOCK)  # fmt: skip
         visible = (place[None, :] >= first[:, None]) & (place[None, :] <= last[:, None]) & inside[None, :]
         right = tl.load(values + slot[:, None] * VALUE_STRIDE + kv_head * VALUE_HEAD + v[None, :],
                         mask=inside[:, None] & (v[None, :] < VALUE_DIM), other=0.0)  # fmt: skip
