@@ -47,6 +47,7 @@ class Plan:
     use: str = ""
     """Command that uses the output. {out}: the path, quoted for a shell; {path}: the path as it is; {depth}: this
     machine's default depth."""
+    is_model: bool = False  # trunk and head, not a head beside its trunk
     drafter: DrafterKind = field(default_factory=mtp_modules)  # kind of the head that is written
     data: dict[str, Any] = field(default_factory=dict)  # for the JSON report
 

@@ -251,6 +251,7 @@ class EngineLauncher(EngineProgram):
     moved_images: ClassVar[Mapping[str, str]] = {}  # former image repository -> today's
     format: ClassVar[str] = ""  # checkpoint format needed for drafting, safetensors or gguf; empty: any
     format_hint: ClassVar[str] = "give safetensors"
+    exports: ClassVar[Sequence[str]] = ()  # export targets that write a head for the engine, preferred first
     unsupported: ClassVar[Mapping[str, str]] = {}  # field of LaunchSpec that the engine cannot use -> hint
     has_subcommands: ClassVar[bool] = False  # has commands besides `serve`
     runs_copies: ClassVar[bool] = False
@@ -269,13 +270,17 @@ class EngineLauncher(EngineProgram):
     replaced: ClassVar[Mapping[str, Sequence[str]]] = {}  # old switch -> (new flag, its value)
     switches: ClassVar[Sequence[str]] = ()  # flags of `removed` that take no value
 
-    def plan(self, facts: ModelFacts, spec: LaunchSpec, version: Version) -> LaunchPlan:
-        """Returns the commands of one server. Raises UsageError for an option or a checkpoint format that the engine or
-        this version does not support."""
+    def wrong_format(self, facts: ModelFacts) -> str:
+        """Returns why the engine cannot draft with a checkpoint of this format; "" if it can."""
         if self.format == "gguf" and facts.format != "gguf" and facts.local:
-            raise UsageError(f"{facts.source} is not a GGUF file", self.format_hint)
+            return f"{facts.source} is not a GGUF file"
         if self.format == "safetensors" and facts.format == "gguf":
-            raise UsageError(f"{facts.source} is a GGUF file, which {self.title} cannot draft with", self.format_hint)
+            return f"{facts.source} is a GGUF file, which {self.title} cannot draft with"
+        return ""
+
+    def plan(self, facts: ModelFacts, spec: LaunchSpec, version: Version) -> LaunchPlan:
+        """Returns the commands of one server. Raises UsageError for an option that the engine or this version does not
+        support."""
         for option, hint in self.unsupported.items():
             if getattr(spec, option):
                 raise UsageError(f"{self.title} does not support {option_flag(option)}", hint)

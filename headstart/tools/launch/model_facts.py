@@ -1,5 +1,6 @@
 """Facts about a model for launchers, read from config.json and tensor headers, and the choice of a draft depth."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,22 +86,27 @@ def _config_facts(found: Checkpoint, *, local: bool) -> ModelFacts:
     )  # fmt: skip
 
 
-def drafter_of(head: str) -> DrafterKind:
-    """Returns a separate head's kind. Raises UsageError if it must be exported first, or no engine runs it."""
+def drafter_of(head: str, advise: Callable[[], str] = str) -> DrafterKind:
+    """Returns a separate head's kind. Raises UsageError if it must be exported first, which `advise` says how, or no
+    engine runs it."""
     found = classify_path(head)
     if found.method == "headstart":
-        raise UsageError(f"--head: {head} is in headstart's own layout", "write it for the engine: headstart export")
+        hint = advise() or "no export writes it for this engine: headstart train makes other kinds"
+        raise UsageError(f"--head: {head} is in headstart's own layout", hint)
     if not found.method:
         raise UsageError(f"--head: {head} is {found.title}, which no engine here is known to run")
     return found
 
 
-def choose_depth(facts: ModelFacts, depth: int | None, drafter: DrafterKind | None, *, gpus: int) -> tuple[int, str]:
+def choose_depth(
+    facts: ModelFacts, depth: int | None, drafter: DrafterKind | None, *, gpus: int,
+    advise: Callable[[], str] = str,
+) -> tuple[int, str]:  # fmt: skip
     """Returns the draft depth and the reason for it. The user's `depth` comes first, then for the model's own MTP
     modules (drafter None) the depth that `headstart tune` found, then a default. Raises UsageError if the drafter or
-    the modules cannot draft `depth` tokens."""
+    the modules cannot draft `depth` tokens; for a model without a head `advise` says how to get one."""
     if depth is not None:
-        _check_depth(facts, depth, drafter)
+        _check_depth(facts, depth, drafter, advise)
         return depth, "set by --depth"
     if drafter is None:
         if not facts.modules:
@@ -112,14 +118,14 @@ def choose_depth(facts: ModelFacts, depth: int | None, drafter: DrafterKind | No
     return default_depth(drafter, gpus=gpus)
 
 
-def _check_depth(facts: ModelFacts, depth: int, drafter: DrafterKind | None) -> None:
+def _check_depth(facts: ModelFacts, depth: int, drafter: DrafterKind | None, advise: Callable[[], str]) -> None:
     """Raises UsageError for a depth without a head, above the limit, or no multiple of the number of modules."""
     if drafter is not None:
         most = drafter.max_drafts or (drafter.num_modules if drafter.method == "medusa" else None)
         if most and depth > most:
             raise UsageError(f"--depth is {depth}, but the drafter makes {most} drafts at once", f"choose 1 to {most}")
     elif depth and not facts.modules:
-        raise UsageError(f"--depth is {depth}, but {_why_no_head(facts)}", "give --head, or --depth 0")
+        raise UsageError(f"--depth is {depth}, but {_why_no_head(facts)}", advise() or "give --head, or --depth 0")
     elif depth > facts.modules and depth % facts.modules:
         below = depth - depth % facts.modules
         what = f"the head has {facts.modules} modules: deeper drafts must be a multiple of that"

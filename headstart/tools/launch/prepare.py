@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any
 
 from headstart import hub, registry
@@ -13,6 +14,7 @@ from headstart.tools.launch import arguments, fleet
 from headstart.tools.launch.launcher import EngineLauncher, InstalledProgram, other_engine_hint
 from headstart.tools.launch.model_facts import ModelFacts, choose_depth, drafter_of, read_facts
 from headstart.tools.launch.parallelism import CacheRequest, Hardware, NodeDevices, divide, named_devices
+from headstart.tools.launch.shipped import export_advice
 from headstart.tools.launch.spec import LaunchPlan, LaunchRequest, LaunchSpec, LaunchStep, option_flag
 from headstart.tools.options import LaunchFlags
 
@@ -84,13 +86,18 @@ def prepare(options: LaunchOptions) -> PreparedLaunch:
     if options.head and hub.is_builtin(options.head):
         options = replace(options, head=str(hub.resolve(options.head)))
     facts = read_facts(options.model)
-    drafter = drafter_of(options.head) if options.head else facts.drafter
+    advise = partial(export_advice, launcher, facts, options.model, options.head)
+    drafter = drafter_of(options.head, advise) if options.head else facts.drafter
+    if why := launcher.wrong_format(facts):
+        raise UsageError(why, advise() or launcher.format_hint)
     arguments.check_model(launcher, version, facts.model_type)
     own = not options.head and facts.modules
     why_none = arguments.why_no_heads(launcher, version, facts.model_type) if own else ""
     if why_none and options.depth:
         raise UsageError(f"--depth is {options.depth}, but {why_none}", "--depth 0, or another version")
-    depth, why_depth = (0, why_none) if why_none else choose_depth(facts, options.depth, drafter, gpus=devices.count)
+    depth, why_depth = (
+        (0, why_none) if why_none else choose_depth(facts, options.depth, drafter, gpus=devices.count, advise=advise)
+    )
     request = {item.name: getattr(options, item.name) for item in fields(LaunchRequest)}
     spec = LaunchSpec(depth=depth, drafter=drafter, platform=devices.platform, **request)
     spec, plan, notes = _plan(launcher, version, options, facts, spec, devices)
@@ -99,6 +106,8 @@ def prepare(options: LaunchOptions) -> PreparedLaunch:
     if known and not arguments.at_least(arguments.parse_version(known.versions[-1]), arguments.version_text(version)):
         newest = f"the flags of {launcher.title} are known up to {known.versions[-1]}"
         notes.insert(0, f"{newest}: those of {arguments.version_text(version)} may differ")
+    if drafter is None and not facts.modules and options.depth is None and (advice := advise()):
+        notes.append(advice)
     if facts.remote_code and flag and flag not in spec.extra and not spec.settings.get("trust_remote_code"):
         asked = f"if {launcher.title} asks for it and you trust it, add -- {flag}"
         notes.append(f"the checkpoint brings Python code: {asked}")

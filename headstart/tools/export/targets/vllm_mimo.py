@@ -99,6 +99,7 @@ def plan(request: ExportRequest) -> Plan:
     for prefix in (*(f"model.layers.{layer}" for layer in range(source.sizes.num_layers)), PREFIX):
         planned += [each for each in _biases(source, prefix) if each.name not in known]
     plan = single_file(planned, config(source), USE)
+    plan.is_model = True
     plan.texts |= {**text_side(source), f"{MODULE}.py": CONFIGURATION}
     return plan
 
