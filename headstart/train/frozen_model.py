@@ -104,7 +104,7 @@ def make_frozen_model(
     raw = model.weights.raw(head_name, (model.config.vocab_size, model.config.hidden_size))
     device = "cuda" if engine_config.device == "cuda" else "cpu"
     lm_head: Tensor = ReferenceBackend(device=device, dtype=exact).weight(raw)
-    text = ChatTokenizer(model.tokenizer, model.checkpoint.chat_template())
+    text = ChatTokenizer(model.tokenizer, model.checkpoint.chat_template(), model.config.vocab_size)
     spec = new_head_spec(kind, model.config, depth, modules)
     return FrozenModel(model, TorchTrunk(model.decoder, lm_head, tapped_layers(spec.tap)), text, engine_config, spec)
 

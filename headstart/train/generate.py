@@ -19,7 +19,8 @@ from headstart.api import LLM, Choice
 from headstart.core import Progress, SamplingParams
 from headstart.errors import UsageError
 from headstart.train.flags import ANSWER_TOKENS, Language
-from headstart.train.records import Message, Shards, find_files
+from headstart.train.progress import print_line
+from headstart.train.records import Message, Shards, SkippedRecords, find_files, messages_of, read_json_lines
 
 GREEDY_SHARE = 0.5
 TEMPERATURES = (0.7, 1.0)  # range of temperatures of the answers that are not greedy
@@ -62,35 +63,34 @@ class ConversationPrompt:
 
 
 def read_prompts(paths: Sequence[Path]) -> list[ConversationPrompt]:
-    """Prompts from JSONL lines {"prompt", "kind"?, "history"?, "source"?, "licence"?}, or {"messages": [...]} or
-    {"turns": [...]} with all questions of a user. Answers in the file are replaced by the model's own. Raises
-    UsageError for a file without prompts."""
+    """Prompts from JSONL lines {"prompt", "kind"?, "history"?, "source"?, "licence"?}, or {"messages": [...]} (also
+    ShareGPT's conversations) or {"turns": [...]} with all questions of a user. Answers in the file are replaced by the
+    model's own. Prints lines that are skipped. Raises UsageError for a file without prompts."""
     prompts: list[ConversationPrompt] = []
     for path in find_files(paths):
-        with path.open(encoding="utf-8-sig", errors="replace") as lines:
-            parsed = [prompt for line in lines if (prompt := _parse_prompt(line, path.stem))]
+        parsed = list(read_json_lines(path, _parse_prompt, skipped := SkippedRecords()))
         if not parsed:
-            raise UsageError(f"{path} holds no prompts", 'each line is {"prompt": "..."}')
+            raise UsageError(f"{path} holds no prompts{skipped.example(path)}", 'each line is {"prompt": "..."}')
+        for line in skipped.lines():
+            print_line(line)
         prompts += parsed
     return prompts
 
 
-def _parse_prompt(line: str, default_kind: str) -> ConversationPrompt | None:
-    try:
-        data = json.loads(line)
-    except json.JSONDecodeError:
-        return None
+def _parse_prompt(data: Any, default_kind: str) -> ConversationPrompt:
     if not isinstance(data, dict):
-        return None
-    messages, before = _dicts(data.get("messages")), _dicts(data.get("history"))
+        raise ValueError("not a JSON object")
+    messages, before = _dicts(messages_of(data)), _dicts(data.get("history"))
     questions: list[Any] = [data["prompt"]] if "prompt" in data else []
     if not questions and messages:
         questions = [m.get("content") for m in messages if m.get("role") == "user"]
         before = [m for m in messages[:1] if m.get("role") == "system"]
     elif not questions and isinstance(data.get("turns"), list):
         questions = data["turns"]
-    if not questions or not all(isinstance(each, str) and each.strip() for each in questions):
-        return None
+    if not questions:
+        raise ValueError("has no question")
+    if not all(isinstance(each, str) and each.strip() for each in questions):
+        raise ValueError("a question is empty or no text")
     kind = str(data.get("kind") or data.get("category") or default_kind)
     first = (*before, {"role": "user", "content": questions[0]})
     source = str(data.get("source", default_kind))

@@ -1,19 +1,21 @@
 """Training records: JSONL lines in, token sequences with the rows that carry loss out.
 
-A line is one of {"messages": [{"role", "content"}, ...]}, {"prompt", "response"} and {"text"}. `kind` (else `category`)
-names the kind of text in counts and held-out results; `source` and `licence` are for the model card. A line written by
-the model may carry its exact tokens as `prompt_ids` and `response_ids`, beside its text or alone. `held_out` (true or
+A line is one of {"messages": [{"role", "content"}, ...]}, {"prompt", "response"} and {"text"}; ShareGPT's
+{"conversations": [{"from", "value"}, ...]} and {"prompt", "completion"} are read, too. `kind` (else `category`) names
+the kind of text in counts and held-out results; `source` and `licence` are for the model card. A line written by the
+model may carry its exact tokens as `prompt_ids` and `response_ids`, beside its text or alone. `held_out` (true or
 false) says whether the line is held out; without it a hash of the prompt decides.
 """
 
 import hashlib
 import json
+import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, Self, TextIO, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +32,8 @@ MIN_TOKENS = 16
 HELD_OUT_EVERY = 50  # one record in this many is held out (2 %)
 
 Message = Mapping[str, Any]
+T = TypeVar("T")
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class ChatTokenizer:
 
     tokenizer: Tokenizer
     template: ChatTemplate | None
+    vocab_size: int  # of the model, which may have more ids than the tokenizer
 
     @property
     def end_ids(self) -> frozenset[int]:
@@ -106,6 +111,10 @@ class SkippedRecords:
         if len(self.first) < 5:
             self.first.append(f"{where}: {why}")
 
+    def example(self, path: Path) -> str:
+        """The first reason in a file without usable lines, for its error."""
+        return f" (line {self.first[0].removeprefix(f'{path}:')})" if self.first else ""
+
     def lines(self) -> list[str]:
         rest = self.count - len(self.first)
         return [f"skipped {line}" for line in self.first] + ([f"skipped {rest} more lines"] if rest else [])
@@ -131,8 +140,8 @@ def check_files(paths: Iterable[Path]) -> list[Path]:
     """The files of the paths. Raises UsageError for none, and for a file without a usable record."""
     files = find_files(paths)
     for path in files:
-        if next(read_file(path, SkippedRecords()), None) is None:
-            raise UsageError(f"{path} holds no training records", _HINT)
+        if next(read_file(path, skipped := SkippedRecords()), None) is None:
+            raise UsageError(f"{path} holds no training records{skipped.example(path)}", _HINT)
     if not files:
         raise UsageError("there is no training data", "give --data files or folders, or --prompts")
     return files
@@ -146,18 +155,47 @@ def read_records(paths: Iterable[Path], skipped: SkippedRecords) -> list[Trainin
 _HINT = 'each line is {"messages": [...]}, {"prompt": ..., "response": ...} or {"text": ...}'
 
 
-def read_file(path: Path, skipped: SkippedRecords) -> Iterator[TrainingRecord]:
-    """Usable records of one file; the other lines go to `skipped`."""
+def read_json_lines(path: Path, parse: Callable[[Any, str], T], skipped: SkippedRecords) -> Iterator[T]:
+    """parse(line, the file's name) of each JSON line. Lines for which it raises ValueError go to `skipped`."""
     with path.open(encoding="utf-8-sig", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             try:
-                yield parse_record(json.loads(line), path.stem)
+                found = json.loads(line)
+                if "\\ud" in line.lower():  # the escape of half a pair is valid JSON, but no text
+                    json.dumps(found, ensure_ascii=False).encode()
+                yield parse(found, path.stem)
             except json.JSONDecodeError as error:
                 skipped.add(f"{path}:{number}", f"not JSON ({error.msg})")
+            except RecursionError:
+                skipped.add(f"{path}:{number}", "nested too deeply")
+            except UnicodeEncodeError:
+                skipped.add(f"{path}:{number}", "half of a surrogate pair is no character")
             except ValueError as error:
                 skipped.add(f"{path}:{number}", str(error))
+
+
+def read_file(path: Path, skipped: SkippedRecords) -> Iterator[TrainingRecord]:
+    """Usable records of one file; the other lines go to `skipped`."""
+    return read_json_lines(path, parse_record, skipped)
+
+
+def messages_of(line: Mapping[str, Any]) -> Any:
+    """The messages of a line, with ShareGPT's names and OpenAI's parts of type text replaced; None without any."""
+    messages = line.get("messages", line.get("conversations"))
+    return [_as_message(each) for each in messages] if isinstance(messages, list) else messages
+
+
+def _as_message(given: Any) -> Any:
+    if not isinstance(given, dict):
+        return given
+    if "from" in given and "value" in given:
+        given = {"role": _SHAREGPT_ROLES.get(str(given["from"]), given["from"]), "content": given["value"]}
+    parts = given.get("content")
+    if isinstance(parts, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
+        return {**given, "content": "".join(part["text"] for part in parts)}
+    return given
 
 
 def parse_record(line: Any, default_kind: str) -> TrainingRecord:
@@ -172,10 +210,11 @@ def parse_record(line: Any, default_kind: str) -> TrainingRecord:
     ids: dict[str, Any] = {name: _ids(line[name]) for name in ("prompt_ids", "response_ids") if line.get(name)}
     if isinstance(line.get("held_out"), bool):
         ids["held_out_flag"] = line["held_out"]
-    if "messages" in line:
-        return TrainingRecord(kind, messages=_checked_messages(line["messages"]), **ids)
-    if isinstance(line.get("prompt"), str) and isinstance(line.get("response"), str):
-        pair = [{"role": "user", "content": line["prompt"]}, {"role": "assistant", "content": line["response"]}]
+    if "messages" in line or "conversations" in line:
+        return TrainingRecord(kind, messages=_checked_messages(messages_of(line)), **ids)
+    prompt, response = line.get("prompt"), line.get("response", line.get("completion"))
+    if isinstance(prompt, str) and isinstance(response, str):
+        pair = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
         return TrainingRecord(kind, messages=_checked_messages(pair), **ids)
     if line.get("prompt_ids") and line.get("response_ids"):
         return TrainingRecord(kind, **ids)
@@ -206,6 +245,7 @@ def encode_records(records: Iterable[TrainingRecord], text: ChatTokenizer, skipp
             if record.text:
                 examples += _encode_windows(record, text)
             elif record.prompt_ids and record.response_ids:
+                _check_ids(record, text)
                 examples.append(_encode_exact(record))
             else:
                 examples.append(_encode_chat(record, text))
@@ -246,6 +286,15 @@ def _encode_chat(record: TrainingRecord, text: ChatTokenizer) -> Example:
     if loss.sum() < 2:
         raise ValueError(f"no answer within {MAX_TOKENS} tokens")
     return Example(record.kind, tokens, loss, record.held_out)
+
+
+def _check_ids(record: TrainingRecord, text: ChatTokenizer) -> None:
+    """Raises ValueError for token ids that another model has written."""
+    if (last := max(record.prompt_ids + record.response_ids)) >= text.vocab_size:
+        raise ValueError(f"token {last} is not in the vocabulary")
+    answer = text.tokenizer.decode([token for token in record.response_ids if token not in text.end_ids])
+    if record.messages and answer != record.messages[-1]["content"]:
+        raise ValueError("its token ids are not those of its text: another model's?")
 
 
 def _encode_exact(record: TrainingRecord) -> Example:
@@ -384,4 +433,4 @@ def _drop_partial_line(path: Path) -> None:
     """Remove a last line that a crash has cut off."""
     data = path.read_bytes()
     if data and not data.endswith(b"\n"):
-        path.write_bytes(data[: data.rfind(b"\n") + 1])
+        os.truncate(path, data.rfind(b"\n") + 1)  # writing the lines again would lose them on a full disk

@@ -165,7 +165,7 @@ class _DataRun:
             return time.monotonic() > started + OWN_TIME * max(0.0, end - started)
 
         prompts = list(generate.write_prompts(self.llm, first, count, options.seed, options.language, should_stop))
-        self._state.write_text(str(self._own_attempts))
+        write_atomic(self._state, str(self._own_attempts))
         for prompt in prompts:
             if (beginning := generate.fingerprint(prompt)) not in self._seen:
                 self._seen.add(beginning)

@@ -6,17 +6,27 @@ import sys
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tiny_models import write_tiny
 
 from headstart import hub
+from headstart.api import LLM
 from headstart.cli.main import main
+from headstart.config import EngineConfig
 from headstart.errors import CapacityError, UsageError
 from headstart.train import generate, self_distillation
 from headstart.train.generate import is_usable
 from headstart.train.plain_text import cut_text, detect_language, foreign_passages, passages, read_tree
-from headstart.train.records import Shards, SkippedRecords, read_records
+from headstart.train.records import (
+    ChatTokenizer,
+    Shards,
+    SkippedRecords,
+    encode_records,
+    parse_record,
+    read_records,
+)
 from headstart.train.self_distillation import DataOptions, run
 
 
@@ -84,6 +94,58 @@ def test_shards_mend_a_cut_line_and_keep_keys(tmp_path: Path) -> None:
         assert len(shards) == 7
         shards.append({"key": "7"})
     assert [len(file.read_text().splitlines()) for file in sorted(tmp_path.glob("*.jsonl"))] == [3, 3, 2]
+
+
+def test_lines_of_other_layouts(tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    turns = [("system", "s"), ("human", "q"), ("gpt", "a")]
+    lines: list[dict[str, Any]] = [
+        {"conversations": [{"from": name, "value": text} for name, text in turns]},
+        {"messages": [{"role": each, "content": [{"type": "text", "text": each}]} for each in ("user", "assistant")]},
+        {"prompt": "q", "completion": "a"},
+    ]
+    path.write_text("\r\n".join(map(json.dumps, lines)), "utf-8-sig")
+    found = read_records([path], skipped := SkippedRecords())
+    assert not skipped.count
+    assert [[(each["role"], each["content"]) for each in record.messages] for record in found] == [
+        [("system", "s"), ("user", "q"), ("assistant", "a")], [("user", "user"), ("assistant", "assistant")],
+        [("user", "q"), ("assistant", "a")],
+    ]  # fmt: skip
+    prompts = generate.read_prompts([path])
+    assert [prompt.messages[-1]["content"] for prompt in prompts] == ["q", "user", "q"]
+
+
+STRANGE = ('{"a":' * 20_000, '"x"', '{"messages": [{"role": "user", "content": "\\ud800"}]}', "{")
+
+
+def test_strange_lines_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text("\n".join(('{"prompt": "q", "response": "a"}', *STRANGE)))
+    read_records([path], skipped := SkippedRecords())
+    generate.read_prompts([path])
+    reasons = ["nested too deeply", "not a JSON object", "half of a surrogate pair", "not JSON (Expecting property"]
+    for shown in ("\n".join(skipped.lines()), capsys.readouterr().err):
+        assert all(f"{path}:{number}: {reason}" in shown for number, reason in enumerate(reasons, 2))
+    path.write_text('\n{"messages": [{"role": "user", "content": "q"}]}')
+    with pytest.raises(UsageError, match=r"holds no training records \(line 2: no answer of an assistant\)"):
+        read_records([path], SkippedRecords())
+    path.write_text('{"text": "t"}')
+    with pytest.raises(UsageError, match=r"holds no prompts \(line 1: has no question\)"):
+        generate.read_prompts([path])
+
+
+def test_token_ids_of_another_model_are_refused(tmp_path: Path) -> None:
+    llm = LLM(str(write_tiny("qwen3", tmp_path / "m")), EngineConfig(threads=1))
+    text = ChatTokenizer(llm.tokenizer, llm.chat_template, llm.model.config.vocab_size)
+    asked, answer = map(llm.tokenizer.encode, ("the", "an ant"))
+    line = {"prompt": "the", "response": "an ant", "prompt_ids": asked, "response_ids": [*answer, 2]}
+    others = [{**line, "response_ids": asked}, {"prompt_ids": asked, "response_ids": [5, 10**12, 5, 5]}]
+    given = [parse_record(each, "x") for each in (line, *others)]
+    (example,) = encode_records(given, text, skipped := SkippedRecords())
+    assert example.tokens.tolist() == [*asked, *answer, 2]
+    assert [line.partition(": ")[2] for line in skipped.lines()] == [
+        "its token ids are not those of its text: another model's?", "token 1000000000000 is not in the vocabulary",
+    ]  # fmt: skip
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
