@@ -252,7 +252,7 @@ def encode_records(records: Iterable[TrainingRecord], text: ChatTokenizer, skipp
         except ValueError as error:
             skipped.add(f"record {number} ({record.kind})", str(error))
     if not any(not example.held_out for example in examples):
-        raise UsageError("no record is left to train on", "; ".join(skipped.first) or "add data")
+        raise UsageError("no record is left to train on", next(iter(skipped.first), "add data"))
     return examples
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from headstart.config import Device, EngineConfig, one_adapter
 from headstart.core import Progress, Report, no_progress
 from headstart.errors import CapacityError, ModelError
-from headstart.files import locked_folder
+from headstart.files import DISK_FULL, locked_folder
 from headstart.heads.files import read_head
 from headstart.heads.kind import HeadCheckpoint
 from headstart.layers.weights import trunk_fingerprint
@@ -280,7 +280,8 @@ def _resume_hints(options: TrainOptions) -> Iterator[None]:
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"the same command goes on from what is in {options.work}") from None
     except OSError as error:
-        raise CapacityError(
-            f"cannot write to {options.work} or {options.out}: {error.strerror or error}",
-            "make room and run the same command again: it goes on from the last checkpoint",
-        ) from error
+        what = f"cannot write to {options.work} or {options.out}: {error.strerror or error}"
+        hint = "may you write there? give --out another place"
+        if error.errno in DISK_FULL:
+            hint = "make room and run the same command again: it goes on from the last checkpoint"
+        raise CapacityError(what, hint) from error

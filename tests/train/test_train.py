@@ -3,6 +3,7 @@
 import errno
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -402,9 +403,11 @@ def test_a_full_disk_is_said_and_the_run_goes_on_later(tmp_path: Path, monkeypat
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer_module, "write_atomic", write)
-        with pytest.raises(CapacityError, match="No space left on device"):
+        with pytest.raises(CapacityError, match=r"No space left on device .hint: make room"):
             run(options)
     assert not list(options.work.glob(".*")) and run(options).data["tokens"] >= 4_000
+    with pytest.raises(CapacityError, match=r"cannot write to .*nowhere: .* .hint: may you write there"):
+        run(replace(options, out=Path("/proc/nowhere")))
 
 
 def test_interrupted_feature_shards_leave_nothing(tmp_path: Path) -> None:

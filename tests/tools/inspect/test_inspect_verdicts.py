@@ -155,6 +155,7 @@ def test_a_config_alone_says_what_it_promises(tmp_path: Path, capsys: pytest.Cap
     assert "MTP: UNCHECKED" in page and not re.search("missing|lm_head|total", page)
     (tmp_path / "config.json").write_text(json.dumps({**SIZES, "model_type": "llama"}))
     assert said(tmp_path)[:2] == ("none", "the config promises none; there are no weights here to check")
+    assert re.search("does not run it: .*convert it to safetensors", "\n".join(look(tmp_path).lines))
     (tmp_path / "pytorch_model.bin").unlink()  # of a head it would be read
     (tmp_path / "config.json").write_text(json.dumps({**SIZES, **DRAFTERS["eagle3"][0]}))
     assert said(tmp_path)[0] == "unchecked" and "EAGLE-3" in said(tmp_path)[1]
