@@ -86,7 +86,7 @@ def run(arguments: list[str]) -> int:
         from headstart.cli.options import by_flag  # it imports the engine's options
 
         shown = by_flag(error)
-        _report(settings.add_places(shown.message, places), shown.hint, arguments)
+        _report(settings.add_places(shown.message, places), shown.hint, [*arguments, *places])
         code = status_of(error).exit_code
     except KeyboardInterrupt as error:
         print_error("interrupted", str(error))  # a command that can be resumed says how
@@ -97,14 +97,14 @@ def run(arguments: list[str]) -> int:
             code = lost_stdout(lost)
         else:
             message, hint, code = _system_error(error) or _internal_error(error)
-            _report(message, hint, arguments)
+            _report(message, hint, [*arguments, *places])
     return flush_all(code)
 
 
-def _report(message: str, hint: str, arguments: list[str]) -> None:
-    """Print an error on stderr, and with --json the error's document on stdout."""
+def _report(message: str, hint: str, given: list[str]) -> None:
+    """Print an error on stderr, and with --json the error's document on stdout. given: options, and other words."""
     print_error(message, hint)
-    if "--json" in arguments:
+    if "--json" in given:
         with suppress(OSError):  # stdout is closed: the exit code reports the error
             print_json({"error": {"message": message, "hint": hint}})
 
@@ -149,7 +149,8 @@ def _run_command(name: str, command: Command, words: list[str], root: CommandGro
         typed = {key for key, item in options.items() if item.name in given}
         for key, setting in found.for_command(name, typed).items():
             given[options[key].name] = setting.value
-            places[_spelling(options[key], setting.value)] = setting.place
+            if setting.value is not False:
+                places[_spelling(options[key], setting.value)] = setting.place
         arguments = command.read(given, found)
     except ParseError as error:
         from headstart.cli.option_hints import option_hint  # it imports the tables of other engines

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from headstart.cli.generate import WordWrap, print_stream
 from headstart.cli.options import EngineOptions, SamplingOptions, read_template, with_adapted
 from headstart.cli.parser import command
-from headstart.cli.render import print_error, print_note, progress
+from headstart.cli.render import print_error, print_note, progress, text_stdin
 from headstart.errors import CapacityError, UsageError, did_you_mean
 from headstart.files import read_text, user_path, write_atomic
 from headstart.hub import DEFAULT_MODEL, DEMO_NOTE
@@ -150,8 +150,9 @@ def _catch_ctrl_c() -> Iterator[Callable[[], bool]]:
 def _read_turns() -> Iterator[str]:
     """The texts of the user: lines of a pipe, edited lines or pasted texts of a terminal, texts between QUOTES."""
     if not sys.stdin.isatty():
-        for line in sys.stdin:
-            yield "\n".join(_read_quoted(line.strip(), lambda: next(sys.stdin, QUOTES).rstrip("\n")))
+        with text_stdin() as stdin:
+            for line in stdin:
+                yield "\n".join(_read_quoted(line.strip(), lambda: next(stdin, QUOTES).rstrip("\n")))
         return
     with line_editing(history_file(), MAX_HISTORY):
         yield from _read_terminal()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_origin, get_type_hints
 
 from headstart import files
-from headstart.cli.render import finish, progress
+from headstart.cli.render import finish, progress, text_stdin
 from headstart.config import (
     AUTO,
     SPELLINGS,
@@ -62,7 +62,8 @@ class PromptOptions(OptionGroup):
         elif self.prompt_file not in (None, "-"):
             text = read_text(Path(str(self.prompt_file)), "--prompt-file")
         elif self.prompt_file == "-" or not sys.stdin.isatty():
-            text = sys.stdin.read()
+            with text_stdin() as stdin:
+                text = stdin.read()
         else:
             raise UsageError("no prompt", "give --prompt TEXT or --prompt-file PATH, or pipe text into stdin")
         if not text.strip():

@@ -181,13 +181,29 @@ NULL = Path(os.devnull)
 
 
 def prepare_streams() -> None:
-    """Replace closed streams by the null device; escape characters that a stream cannot encode."""
+    """Replace closed streams by the null device; escape characters that a stream cannot encode; read stdin without a
+    byte order mark, and strictly (see `text_stdin`) unless it is a terminal."""
     sys.stdin = sys.stdin or NULL.open(encoding="utf-8")
     sys.stdout = sys.stdout or NULL.open("w", encoding="utf-8")
     sys.stderr = sys.stderr or NULL.open("w", encoding="utf-8")
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdin, TextIOWrapper):
+        encoding = sys.stdin.encoding.lower()
+        errors = "replace" if sys.stdin.isatty() else "strict"
+        with suppress(OSError):  # it was read before
+            sys.stdin.reconfigure(encoding="utf-8-sig" if encoding in ("utf-8", "ascii") else encoding, errors=errors)
+
+
+@contextmanager
+def text_stdin() -> Iterator[TextIO]:
+    """stdin; raises UsageError for other bytes than text."""
+    try:
+        yield sys.stdin
+    except UnicodeDecodeError as error:
+        what = f"stdin is not {error.encoding.upper()} text: {error.reason}"
+        raise UsageError(what, "is it the right file?") from None
 
 
 def stdout_error() -> OSError | None:

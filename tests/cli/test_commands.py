@@ -77,6 +77,15 @@ def test_generate_json_with_choices_and_logprobs(fake_llm: Any, capsys: Capture)
     assert document["logprobs"][0] == {"token": 0, "logprob": -0.5, "top": [[0, -0.5]]}
 
 
+def test_json_from_the_environment_is_that_of_the_option(
+    fake_llm: Any, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for value, is_json in (("1", True), ("0", False)):
+        monkeypatch.setenv("HEADSTART_JSON", value)
+        assert main(["generate", "--prompt", "a", "--top-p", "2"]) == 2
+        assert capsys.readouterr().out.startswith('{\n  "error":') == is_json
+
+
 def test_json_of_an_error_is_one_document(fake_llm: Any, capsys: Capture) -> None:
     for words in (["--prompt", "a", "--top-p", "2"], ["--prompt", "a", "--no-such"]):
         assert main(["generate", "--json", *words]) == 2

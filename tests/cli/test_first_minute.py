@@ -198,6 +198,23 @@ def test_a_stdout_without_utf8() -> None:
     assert done.stdout.isascii()
 
 
+@pytest.mark.parametrize("command", ["generate", "chat"])
+def test_a_stdin_of_other_bytes(paths: Paths, command: str) -> None:
+    """PYTHONIOENCODING stands for a locale such as en_US.UTF-8."""
+    words = (command, paths["MODEL"], "--max-tokens", "8", "--threads", "1")
+    environment = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}
+    outcomes = []
+    for piped in (b"a\xff", b"the\r\n", b"\xef\xbb\xbfthe"):
+        done = subprocess.run(
+            [sys.executable, "-m", "headstart", *words], env=environment, input=piped, capture_output=True, check=False
+        )
+        outcomes.append(Outcome(words, done.returncode, done.stdout.decode(), done.stderr.decode()))
+    expect(outcomes[0], 2)
+    assert "stdin is not UTF-8 text" in outcomes[0].err
+    expect(outcomes[1], 0)
+    assert outcomes[1].out == outcomes[2].out
+
+
 def test_in_process_streams_are_left_alone() -> None:
     stream = io.TextIOWrapper(io.BytesIO(), "utf-8")
     expect(run(("--version",), stdout=stream), 0)
