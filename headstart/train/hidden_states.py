@@ -29,6 +29,7 @@ from headstart.layers.decoder import Decoder
 from headstart.layers.lora import adapted
 from headstart.train.losses import chunk_rows
 from headstart.train.ops import trunk_outputs
+from headstart.train.progress import print_line
 from headstart.train.records import MAX_TOKENS, Example
 
 Item = TypeVar("Item")
@@ -183,7 +184,11 @@ class FeatureCache:
         self._hidden: list[Tensor] = []
         self._best: list[Tensor] = []
         for path in sorted(folder.glob("shard-*")):
-            self._open(path)
+            try:
+                self._open(path)
+            except (FileNotFoundError, ValueError, RuntimeError, EOFError):  # a power cut, or half a copy
+                print_line(f"{path} is damaged; its hidden states are computed again")
+                shutil.rmtree(path)
 
     def _open(self, path: Path) -> None:
         index = json.loads((path / "index.json").read_text())

@@ -356,7 +356,8 @@ class Shards:
     """Records in JSONL files `folder`/`prefix`-00000.jsonl and so on, appended line by line, so that an interrupted run
     loses no written record. Every record has a `key`; a key is stored once.
 
-    Raises CapacityError when a file cannot be written; the next run uses the records before the failed line.
+    Raises CapacityError when a file cannot be written; the next run uses the records before the failed line. Raises
+    UsageError for other lines than records.
     """
 
     def __init__(self, folder: Path, prefix: str, per_shard: int = RECORDS_PER_SHARD) -> None:
@@ -369,14 +370,19 @@ class Shards:
             raise CapacityError(f"cannot write to {folder}: {error.strerror}", "give another folder") from None
         self._paths = sorted(folder.glob(f"{prefix}-*.jsonl"))
         for path in self._paths:
-            _drop_partial_line(path)
+            drop_partial_line(path)
         self.keys = {record["key"] for record in self}
         self._lines_left = per_shard - (len(_lines(self._paths[-1])) if self._paths else per_shard)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for path in self._paths:
-            for line in _lines(path):
-                yield json.loads(line)
+            for number, line in enumerate(_lines(path), 1):
+                try:
+                    record = json.loads(line)
+                    record["key"]
+                except (ValueError, KeyError, TypeError):
+                    raise UsageError(f"{path}:{number} is no record", "remove this line") from None
+                yield record
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -429,7 +435,7 @@ def _lines(path: Path) -> list[bytes]:
     return path.read_bytes().splitlines()
 
 
-def _drop_partial_line(path: Path) -> None:
+def drop_partial_line(path: Path) -> None:
     """Remove a last line that a crash has cut off."""
     data = path.read_bytes()
     if data and not data.endswith(b"\n"):

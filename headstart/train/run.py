@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -42,10 +43,11 @@ from headstart.train.head_weights import (
 from headstart.train.objective import DistillationTarget, LossConfig
 from headstart.train.options import TrainOptions, check, training_of
 from headstart.train.progress import draw_acceptance, print_line
-from headstart.train.records import draft_vocabulary, vocabulary_coverage
+from headstart.train.records import draft_vocabulary, drop_partial_line, vocabulary_coverage
 from headstart.train.torch_weights import build_modules, round_weights
 from headstart.train.trainer import Recipe, Trainer, TrainingHooks, rate_factor, save_checkpoint, train
 
+RESTART_HINT = "train with --restart, or another --out"
 PATIENCE = 10  # a run ends early after this many evaluations without improvement
 LABEL_SHARE = 0.45  # share of a run bounded by minutes that computing hidden states may take
 STEPS, MIN_BATCH_TOKENS = 1500, 512
@@ -121,13 +123,15 @@ class _TrainingRun:
         if not options.resume:
             self.checkpoint.unlink(missing_ok=True)
             self.log.unlink(missing_ok=True)
+        elif self.log.exists():
+            drop_partial_line(self.log)
 
     def _vocabulary(self) -> NDArray[np.int64]:
         """Draft token ids: of a resumed run, or of an initial head whose weights belong to its tokens; else the most
         frequent tokens of the text, together with the initial head's."""
         whole = self.frozen_model.config.vocab_size
         if self.options.resume and self.checkpoint.exists():
-            saved = torch.load(self.checkpoint, mmap=True).get("vocabulary")
+            saved = self._load_checkpoint("cpu", mmap=True).get("vocabulary")
             if saved is not None:
                 return np.asarray(saved.cpu())
         ids = self.start.draft_token_ids if self.start else None
@@ -194,14 +198,20 @@ class _TrainingRun:
         trainer = Trainer(first, self.spec, self._target(self.vocabulary, self.start), recipe)
         if self.checkpoint.exists():
             try:
-                trainer.load_state(torch.load(self.checkpoint, map_location=device))
+                trainer.load_state(self._load_checkpoint(device))
             except (KeyError, RuntimeError, TypeError, ValueError) as error:
-                hint = "train with --restart, or another --out"
-                raise ModelError(f"{self.checkpoint} does not fit this model: {error}", hint) from error
+                raise ModelError(f"{self.checkpoint} does not fit this model: {error}", RESTART_HINT) from error
             print_line(f"going on from step {trainer.progress.step}, {trainer.progress.tokens:,} tokens seen")
             if trainer.share_done >= 1:
                 print_line("earlier runs reached the limit: nothing is trained without more --minutes or --tokens")
         return trainer
+
+    def _load_checkpoint(self, device: torch.device | str, *, mmap: bool = False) -> dict[str, Any]:
+        try:
+            return dict(torch.load(self.checkpoint, map_location=device, mmap=mmap))
+        except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
+            what = f"{self.checkpoint} cannot be read: {str(error).partition(chr(10))[0]}"
+            raise ModelError(what, RESTART_HINT) from error
 
     def _on_evaluation(self, trainer: Trainer, results: dict[str, Acceptance]) -> bool:
         """Log the results, and export a head that is better than before. Returns whether to stop, after PATIENCE

@@ -107,7 +107,8 @@ class _DataRun:
         self.options, self.llm, self.pieces, self._progress = options, llm, pieces, progress
         self.answers, self.text = Shards(options.out, "answers"), Shards(options.out, "text")
         self._state = options.out / "own.state"
-        self._own_attempts = int(self._state.read_text()) if self._state.exists() else 0
+        attempts = self._state.read_text() if self._state.exists() else ""
+        self._own_attempts = int(attempts) if attempts.isdecimal() else 0  # else a full disk has emptied the file
         self._seen: set[str] = set()
         self._second_turns: list[generate.ConversationPrompt] = []
         self._kinds: dict[str, Counter[str]] = defaultdict(Counter)

@@ -94,6 +94,10 @@ def test_shards_mend_a_cut_line_and_keep_keys(tmp_path: Path) -> None:
         assert len(shards) == 7
         shards.append({"key": "7"})
     assert [len(file.read_text().splitlines()) for file in sorted(tmp_path.glob("*.jsonl"))] == [3, 3, 2]
+    for damage in ("{", "[]", "{}"):
+        files[1].write_text(f'{{"key": "3"}}\n{damage}\n')
+        with pytest.raises(UsageError, match=r"x-00001\.jsonl:2 is no record"):
+            Shards(tmp_path, "x")
 
 
 def test_lines_of_other_layouts(tmp_path: Path) -> None:
@@ -217,6 +221,7 @@ def test_a_run_goes_on_and_its_text_can_be_trained_on(tmp_path: Path, short_work
     (docs / "a.md").write_text("A guide about towns and rivers. " * 22)
     common = {"out": out, "text": (docs,), "licence": "MIT", "max_tokens": 12}
     first = run(DataOptions(tokens=60, **common))
+    (out / "own.state").write_text("")
     second = run(DataOptions(tokens=160, **common))
     assert 60 <= first.data["answer_tokens"] < 160 <= second.data["answer_tokens"]
     manifest = json.loads((out / "manifest.json").read_text())

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -408,6 +409,24 @@ def test_a_full_disk_is_said_and_the_run_goes_on_later(tmp_path: Path, monkeypat
     assert not list(options.work.glob(".*")) and run(options).data["tokens"] >= 4_000
     with pytest.raises(CapacityError, match=r"cannot write to .*nowhere: .* .hint: may you write there"):
         run(replace(options, out=Path("/proc/nowhere")))
+
+
+@pytest.mark.slow
+def test_damaged_files_of_an_earlier_run(tmp_path: Path) -> None:
+    texts, folder = write_texts(tmp_path / "texts.jsonl", 30), tiny_folder(tmp_path)
+    options = TrainOptions(
+        model=str(folder), data=(texts,), out=tmp_path / "head", depth=1, threads=1, tokens=2_000, measure_speedup=False
+    )  # fmt: skip
+    run(options)
+    os.truncate(next(options.work.glob("cache-*/shard-*/hidden.bin")), 100)
+    with (options.work / "log.jsonl").open("a") as log:
+        log.write('{"tokens": 1')
+    assert run(replace(options, tokens=3_000)).data["tokens"] >= 3_000
+    for size in (1_000, 0):
+        os.truncate(options.checkpoint, size)
+        with pytest.raises(ModelError, match=r"checkpoint\.pt cannot be read: .* .hint: train with --restart"):
+            run(replace(options, tokens=4_000))
+    assert run(replace(options, resume=False)).data["tokens"] >= 2_000
 
 
 def test_interrupted_feature_shards_leave_nothing(tmp_path: Path) -> None:
