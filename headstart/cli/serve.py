@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def _check_tls(certificate: Path | None, key: Path | None) -> None:
-    """Raises UsageError unless the files are a certificate and its key; an encrypted key is checked later."""
+    """Raises UsageError unless the files are a certificate and its key, which is not encrypted."""
     if (certificate is None) != (key is None):
         raise UsageError("TLS needs both --ssl-certfile and --ssl-keyfile", "give both or none")
     if certificate is None or key is None:
@@ -40,8 +40,9 @@ def _check_tls(certificate: Path | None, key: Path | None) -> None:
     import ssl
 
     try:
-        if b"ENCRYPTED" not in key.read_bytes():
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
+        if b"ENCRYPTED" in key.read_bytes():
+            raise UsageError(f"--ssl-keyfile {key} is encrypted", f"openssl pkey -in {key} -out plain.pem decrypts it")
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
     except OSError as error:  # SSLError is one
         reason = getattr(error, "reason", "") or (error.strerror or "").partition(" (_ssl")[0]
         hint = "both are PEM files: a certificate, and the key that belongs to it"

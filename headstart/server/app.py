@@ -36,6 +36,13 @@ from headstart.server.routes import router
 from headstart.text.parsers import format_in, make_parser
 from headstart.version import __version__
 
+_FACTS, _UNITS = ("limit", "remaining", "reset"), ("requests", "tokens")
+EXPOSED_HEADERS = [
+    REQUEST_ID, "X-Ignored-Fields", "Retry-After",
+    *(f"x-ratelimit-{fact}-{unit}" for fact in _FACTS for unit in _UNITS),
+]  # fmt: skip
+"""Response headers that web pages of --allowed-origins may read."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig(ServerOptions):
@@ -137,7 +144,7 @@ def app_over(models: ModelManager, config: ServerConfig) -> ASGIApp:
     guarded = NormalizedPaths(guarded)
     guarded = guarded if config.no_web else Pages(guarded)
     if config.allowed_origins:
-        anything = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": [REQUEST_ID]}
+        anything = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": EXPOSED_HEADERS}
         guarded = CORSMiddleware(guarded, list(config.allowed_origins), **anything)  # type: ignore[arg-type]
     logged = RequestLog(guarded, config.access_log)
     return logged if config.replica is None else FramedResponses(logged, config.replica.token)

@@ -9,6 +9,7 @@ HEADER_SECONDS = 30.0  # from the connection, or the first byte, to the last hea
 BODY_PAUSE_SECONDS = 20.0  # between two pieces of a body
 BODY_SECONDS = 300.0  # a whole body
 DISCARD_SECONDS = 5.0  # the rest of a body that is too large
+CLOSE_SECONDS = 2.0  # from the last byte to the end of a connection while the server shuts down
 READ_SECONDS = 120.0  # maximum time for which a client may leave a response unread
 
 # A body.

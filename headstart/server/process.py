@@ -45,23 +45,26 @@ def base_url(host: str, port: int, *, tls: bool = False) -> str:
 
 @contextmanager
 def listening(host: str, port: int) -> Iterator[list[socket.socket]]:
-    """Sockets bound to all addresses of the host (localhost has two). They do not accept connections yet: binding early
-    reports a wrong address or a taken port before a model is loaded. Raises UsageError."""
+    """Sockets bound to all addresses of the host: localhost has two, and `::` includes IPv4. They do not accept
+    connections yet: binding early reports a wrong address or a taken port before a model is loaded. UsageError."""
     sockets = list[socket.socket]()
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
         raise UsageError(f"cannot listen on {host}: {error}", "is --host right?") from error
     try:
+        has_ipv4 = any(family == socket.AF_INET for family, *_ in found)
         for family, kind, protocol, _, address in dict.fromkeys(found):
             try:
-                sockets.append(_bind(socket.socket(family, kind, protocol), (address[0], port, *address[2:])))
+                unbound = socket.socket(family, kind, protocol)
+                sockets.append(_bind(unbound, (address[0], port, *address[2:]), only_ipv6=has_ipv4))
             except OSError as error:
                 if error.errno in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT) and len(found) > 1:
                     continue  # a host name may have an IPv6 address on a machine without IPv6
                 is_foreign = error.errno == errno.EADDRNOTAVAIL  # no address of this machine
                 hint = "is --host right?" if is_foreign else "is the port taken? --port 0 takes a free one"
-                raise UsageError(f"cannot listen on {host}:{port}: {error.strerror}", hint) from error
+                shown = base_url(host, port).removeprefix("http://")
+                raise UsageError(f"cannot listen on {shown}: {error.strerror}", hint) from error
             port = sockets[0].getsockname()[1]
         if not sockets:
             raise UsageError(f"cannot listen on {host}: no such address here", "is --host right?")
@@ -71,11 +74,11 @@ def listening(host: str, port: int) -> Iterator[list[socket.socket]]:
             each.close()
 
 
-def _bind(unbound: socket.socket, address: tuple[str | int, ...]) -> socket.socket:
+def _bind(unbound: socket.socket, address: tuple[str | int, ...], *, only_ipv6: bool) -> socket.socket:
     try:
         unbound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if unbound.family == socket.AF_INET6:
-            unbound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            unbound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, only_ipv6)
         unbound.bind(address)
     except OSError:
         unbound.close()

@@ -18,6 +18,7 @@ class HttpProtocol(HttpToolsProtocol):
     _refusal = (400, "invalid HTTP/1.1: the request line or a header cannot be parsed")  # status and message
     _header_timer: asyncio.TimerHandle | None = None
     _write_timer: asyncio.TimerHandle | None = None
+    _is_ending = False  # the server shuts down
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -75,6 +76,16 @@ class HttpProtocol(HttpToolsProtocol):
             self._write_timer.cancel()
             self._write_timer = None
 
+    def shutdown(self) -> None:
+        super().shutdown()
+        self._is_ending = True
+        self._abort_once_sent()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._is_ending:
+            self._abort_once_sent()
+
     def _unsupported_upgrade_warning(self) -> None:
         """No warning: clients that ask for another protocol (curl --http2) get their response in HTTP/1.1."""
 
@@ -82,14 +93,25 @@ class HttpProtocol(HttpToolsProtocol):
         """Send `_refusal` in OpenAI's shape and close. uvicorn calls this for requests that its parser rejects."""
         if self.transport.is_closing():
             return
-        status, text = self._refusal
-        busy = self.cycle is not None and not self.cycle.response_complete
+        cycle, (status, text) = self.cycle, self._refusal
+        busy = cycle is not None and not cycle.response_complete
+        if cycle is not None and cycle.more_body and not cycle.response_started and not self.pipeline:
+            text, busy = "invalid HTTP/1.1: the chunks of the body cannot be parsed", False
+            cycle.disconnected = True  # for the application, which waits for the body
+            cycle.message_event.set()
         if not busy:  # else it would be sent inside another response
             body = json.dumps(error_body(text, status)).encode()
             lines = [STATUS_LINE[status], b"content-type: application/json\r\n", b"connection: close\r\n"]
             lines.append(b"content-length: %d\r\n\r\n" % len(body))
             self.transport.write(b"".join(lines) + body)
         self.transport.close()
+
+    def _abort_once_sent(self) -> None:
+        """Abort a closing connection CLOSE_SECONDS after its last byte. With TLS, asyncio waits 30 s for the client's
+        close_notify, which an idle connection of a client's pool does not send."""
+        if self.transport.is_closing():
+            is_sent = not self.transport.get_write_buffer_size()
+            self.loop.call_later(limits.CLOSE_SECONDS, self.transport.abort if is_sent else self._abort_once_sent)
 
     def _count(self, size: int) -> None:
         self._num_header_bytes += size

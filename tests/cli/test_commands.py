@@ -368,6 +368,9 @@ def test_serve_reads_tls_files_before_the_model(tmp_path: Path, capsys: Capture)
     empty.touch()
     assert main(["serve", "no-model", "--ssl-certfile", str(empty), "--ssl-keyfile", str(empty)]) == 2
     assert f"--ssl-keyfile {empty}: " in error_lines(capsys)[0]
+    empty.write_text("-----BEGIN ENCRYPTED PRIVATE KEY-----\n")
+    assert main(["serve", "no-model", "--ssl-certfile", str(empty), "--ssl-keyfile", str(empty)]) == 2
+    assert f"--ssl-keyfile {empty} is encrypted" in error_lines(capsys)[0]
 
 
 @pytest.mark.parametrize(

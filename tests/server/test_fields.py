@@ -3,9 +3,11 @@
 import json
 import signal
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from inside import inside
 from process import HttpServer, Server, running
@@ -15,6 +17,7 @@ from tiny_models import write_tiny
 from headstart.api import LLM
 from headstart.cli.main import main
 from headstart.config import EngineConfig
+from headstart.server.process import listening
 
 pytestmark = pytest.mark.slow  # a server process
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -198,6 +201,27 @@ def test_the_end_of_the_server_is_told() -> None:
         assert "shut down" in events[-1]["error"]["message"]
         assert server.process.wait(timeout=PATIENCE) == 0
         assert "Traceback" not in server.log.read_text("utf-8")
+
+
+def test_idle_tls_connections_do_not_delay_the_end() -> None:
+    """asyncio waits 30 s for the client's close_notify, which an idle connection of a pool never sends."""
+    pem = str(Path(__file__).with_name("localhost.pem"))
+    with running("--threads", "1", "--ssl-certfile", pem, "--ssl-keyfile", pem) as server:
+        with httpx.Client(base_url=server.url, verify=False) as client:
+            assert client.get("/health").status_code == 200
+            begun = time.monotonic()
+            assert server.stop() == 0
+        assert time.monotonic() - begun < 20
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+def test_all_ipv6_addresses_are_all_addresses(capsys: pytest.CaptureFixture[str]) -> None:
+    with listening("::", 0) as (bound,):
+        bound.listen()
+        port = bound.getsockname()[1]
+        socket.create_connection(("127.0.0.1", port), timeout=PATIENCE).close()
+        assert main(["serve", "--host", "::", "--port", str(port)]) != 0
+    assert f"cannot listen on [::]:{port}" in capsys.readouterr().err
 
 
 def test_a_taken_port_is_told_before_the_model_is_loaded(

@@ -105,6 +105,8 @@ def test_what_is_not_http_is_told_so(server: Inside) -> None:
     answer = server.exchange(b"\x16\x03\x01\x02\x00 hello\r\n\r\n")
     assert error_in(answer)["type"] == "invalid_request_error"
     assert b"connection: close" in answer
+    chunked = HEAD + b"Authorization: bearer two\r\nTransfer-Encoding: chunked\r\n\r\n"
+    assert "chunk" in error_in(server.exchange(chunked, b"5\r\n{\"pro\r\n", b"size\r\n"))["message"]
 
 
 KEY = b"Authorization: bearer two\r\n"
@@ -166,6 +168,9 @@ def test_head_cors_and_probes(server: Inside) -> None:
     allowed = server.client.options(TEXT, headers=asks)
     assert allowed.status_code == 200
     assert allowed.headers["access-control-allow-origin"] == "http://page.example"
+    got = server.client.get("/health", headers={"Origin": "http://page.example"})
+    for name in ("X-Request-Id", "X-Ignored-Fields", "Retry-After", "x-ratelimit-remaining-tokens"):
+        assert name in got.headers["access-control-expose-headers"]
     assert server.client.options(TEXT, headers=asks | {"Origin": "http://other.example"}).status_code == 400
 
 
