@@ -46,9 +46,9 @@ def split_images(messages: Seq[Message]) -> tuple[list[dict[str, Any]], list[Any
             if kind in IMAGES:
                 images.append(_source(part))
                 parts.append({"type": "image"})
-            elif kind == "text" or (kind == "input_text" and "text" in part):
-                if not isinstance(text := part.get("text"), str):
-                    raise UsageError("a part of type text has no text", 'give {"type": "text", "text": "Hi"}')
+            elif kind in ("text", "refusal") or (kind == "input_text" and "text" in part):
+                if not isinstance(text := part.get("refusal" if kind == "refusal" else "text"), str):
+                    raise UsageError(f"a part of type {kind} has no text", 'give {"type": "text", "text": "Hi"}')
                 parts.append({"type": "text", "text": text})
             else:
                 what = f"a message holds a part of type {str(kind)[:QUOTED]!r}"

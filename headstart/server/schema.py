@@ -290,6 +290,7 @@ class ContentPart(Body):
     harmless = frozenset({"annotations", "detail", "uuid"})
     type: Name
     text: StrictStr | None = None
+    refusal: StrictStr | None = None
     image_url: ImageUrl | StrictStr | None = None
 
 

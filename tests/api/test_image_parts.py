@@ -18,7 +18,7 @@ def test_parts_of_messages() -> None:
         {"type": "image", "image": b"d"},
         {"type": "input_image", "image_url": "data:e"}, {"type": "text", "text": ""},
     ]  # fmt: skip
-    texts = [{"type": "text", "text": "So"}, {"type": "input_text", "text": "?"}]
+    texts = [{"type": "text", "text": "So"}, {"type": "refusal", "refusal": "?"}, {"type": "input_text", "text": "!"}]
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": parts, "name": "x"}]
     shown, images = split_images([*messages, {"role": "user", "content": texts}, {"role": "assistant"}])
     image = {"type": "image"}
@@ -28,7 +28,7 @@ def test_parts_of_messages() -> None:
         *[image] * 4,
         {"type": "text", "text": ""},
     ]
-    assert [each.get("content") for each in (shown[0], *shown[2:])] == ["Be brief.", "So?", None]
+    assert [each.get("content") for each in (shown[0], *shown[2:])] == ["Be brief.", "So?!", None]
     assert shown[1]["name"] == "x" and images == ["data:a", "data:b", "c.png", b"d", "data:e"]
 
 

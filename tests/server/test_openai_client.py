@@ -30,6 +30,7 @@ def test_models(client: OpenAI) -> None:
 def test_a_stream_says_what_the_whole_answer_says(client: OpenAI) -> None:
     options = {"temperature": 0.8, "seed": 7, "max_tokens": 40}
     whole = chat(client, **options)
+    assert whole.choices[0].message.model_fields_set >= {"role", "content", "refusal"}  # required, and may be null
     chunks = list(chat(client, **options, stream=True, stream_options={"include_usage": True}))
     pieces = [choice for chunk in chunks for choice in chunk.choices]
     assert "".join(piece.delta.content or "" for piece in pieces) == whole.choices[0].message.content
@@ -67,7 +68,9 @@ def test_n_choices(client: OpenAI) -> None:
 
 def test_logprobs(client: OpenAI) -> None:
     options = {"temperature": 0, "logprobs": True, "top_logprobs": 3, "max_tokens": 12}
-    entries = chat(client, **options).choices[0].logprobs.content
+    found = chat(client, **options).choices[0].logprobs
+    assert found.model_fields_set == {"content", "refusal"}
+    entries = found.content
     assert len(entries) == 12
     for entry in entries:
         assert entry.top_logprobs[0].logprob == entry.logprob  # greedy

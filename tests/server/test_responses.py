@@ -44,6 +44,9 @@ def test_a_stream_says_what_the_whole_response_says(client: OpenAI, server: Serv
     assert text == last.response.output_text == whole.output_text != ""
     assert (last.type, whole.status) == ("response.incomplete", "incomplete")
     assert whole.incomplete_details.reason == "max_output_tokens"
+    counted = client.responses.input_tokens.count(model=MODEL, input=items)
+    assert counted.input_tokens == whole.usage.input_tokens
+    assert counted.object == "response.input_tokens"
     assert whole.usage.output_tokens == last.response.usage.output_tokens == 30
     chat = [{"role": "system", "content": "Be brief."}, items[1]]
     said = server.post("/v1/chat/completions", messages=chat, max_tokens=30, **SAMPLED).json()

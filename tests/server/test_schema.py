@@ -23,6 +23,7 @@ TRANSLATED = {
     "/v1/messages", "/v1/messages/count_tokens", "/v1/responses", "/api/chat", "/api/generate", "/api/show",
     "/api/pull", "/v1/embeddings", "/api/embed", "/api/embeddings", "/v1/completions/render",
     "/v1/chat/completions/render", "/v1/responses/render", "/v1/load_lora_adapter", "/v1/unload_lora_adapter",
+    "/v1/responses/input_tokens",
 }  # fmt: skip
 POSTED = {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", *TRANSLATED}
 EXAMPLES, FEW = 25, 4

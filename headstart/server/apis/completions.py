@@ -92,6 +92,7 @@ class ChatMessage(ResponseModel):
 
     role: Literal["assistant"]
     content: str | None
+    refusal: None = Field(description="Always null: required by OpenAI's schema.")
     reasoning_content: str | None = None
     reasoning: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
@@ -250,10 +251,10 @@ class ChatRenderer(OpenAIRenderer):
     id_prefix, object_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def _whole_choice(self, choice: GeneratedChoice) -> Json:
-        message: Json = {"role": "assistant", "content": choice.choice.text}
+        message: Json = {"role": "assistant", "content": choice.choice.text, "refusal": None}
         if choice.parser is not None:
             message = self._parsed_message(choice)
-        logprobs = {"content": self._logprobs(choice.choice.logprobs)} if self._options.logprobs else None
+        logprobs = self._logprobs(choice.choice.logprobs) if self._options.logprobs else None
         document = _choice(choice, {"message": message}, logprobs, choice.finish_reason)
         return document | self._ids(choice, choice.choice.tokens, is_first=True)
 
@@ -268,7 +269,7 @@ class ChatRenderer(OpenAIRenderer):
                 calls.append(self._call(choice, event))
             else:
                 calls[event.index]["function"]["arguments"] += event.text
-        message: Json = {"role": "assistant", "content": content if content or not calls else None}
+        message: Json = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
         if reasoning and self._options.reasoning:
             message |= _reasoning(reasoning)
         if calls:
@@ -294,7 +295,7 @@ class ChatRenderer(OpenAIRenderer):
             last = choices[-1]
             last["finish_reason"] = step.finish_reason
             if logprobs:
-                last["logprobs"] = {"content": self._logprobs(logprobs)}
+                last["logprobs"] = self._logprobs(logprobs)
             last |= extras
         return choices
 
@@ -313,11 +314,12 @@ class ChatRenderer(OpenAIRenderer):
         function = {"name": event.name, "arguments": ""}
         return {"id": choice.call_ids[event.index], "type": "function", "function": function}
 
-    def _logprobs(self, entries: Seq[TokenLogprob]) -> list[Json]:
-        return [
+    def _logprobs(self, entries: Seq[TokenLogprob]) -> Json:
+        content = [
             self._token(each.token, each.logprob) | {"top_logprobs": [self._token(*pair) for pair in each.top]}
             for each in entries
         ]
+        return {"content": content, "refusal": None}
 
     def _token(self, token: int, logprob: float) -> Json:
         return {"token": self._token_name(token), "logprob": logprob, "bytes": list(self._tokenizer.token_bytes(token))}

@@ -16,7 +16,9 @@ from headstart.server.apis.blocks import BlockChange, BlockRenderer, ResponseBlo
 from headstart.server.body_reader import CheckedRoute
 from headstart.server.errors import BodyError, error_response
 from headstart.server.generation import Generation, Json
-from headstart.server.pipeline import ERRORS, respond_translated
+from headstart.server.model_manager import ServedModel
+from headstart.server.pipeline import ERRORS, respond_from_thread, respond_translated
+from headstart.server.prepare import encode_chat
 from headstart.server.renderer import dump_json
 from headstart.server.schema import (
     Body,
@@ -302,6 +304,24 @@ class ResponseAnswer(ResponseModel):
 async def responses(body: ResponsesRequest, request: Request) -> Response:
     """The next turn of a conversation, as items. Nothing is stored."""
     return await respond_translated(request, partial(chat_of, body), partial(ResponsesRenderer, repeated_members(body)))
+
+
+class InputTokens(ResponseModel):
+    """Response of /v1/responses/input_tokens."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int = Field(ge=0)
+
+
+@router.post("/v1/responses/input_tokens", responses=ERRORS, response_model=InputTokens)
+async def input_tokens(body: ResponsesRequest, request: Request) -> Response:
+    """Number of tokens of the prompt for this input."""
+    return await respond_from_thread(request, body, _counted)
+
+
+def _counted(served: ServedModel, body: ResponsesRequest) -> Json:
+    prompt = encode_chat(served.llm, served.formats, chat_of(body))
+    return {"object": "response.input_tokens", "input_tokens": len(prompt.ids)}
 
 
 @router.get("/v1/responses/{name}", responses={400: ERRORS[400]}, include_in_schema=False)
