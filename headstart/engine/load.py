@@ -254,7 +254,7 @@ def _tokenizer(checkpoint: Checkpoint, *, same_size: bool) -> Tokenizer | None:
 def _with_lm_head_rows(loaded: LoadedDecoder, rows: list[int]) -> Decoder:
     """The decoder with only these rows in its LM head."""
     chosen = raw_lm_head(loaded.weights, loaded.config).take_rows(np.array(rows))
-    return replace(loaded.decoder, lm_head=Linear(loaded.weights.take(chosen)))
+    return replace(loaded.decoder, lm_head=Linear(loaded.weights.take(lambda: chosen)))
 
 
 def load_model(

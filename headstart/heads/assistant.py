@@ -33,7 +33,7 @@ from headstart.layers.linear import Linear, LMHead
 from headstart.layers.mlp import MLPConfig
 from headstart.layers.norm import RMSNorm
 from headstart.layers.rope import rope_spec
-from headstart.layers.weights import Shapes, Weights
+from headstart.layers.weights import Weights
 
 WITHOUT = {
     "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "enable_moe_block": False,
@@ -90,9 +90,9 @@ def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[AssistantModul
         AssistantModule(
             spec=reader,
             pre=weights.linear("pre", width, 2 * hidden),
-            layers=[each.build(weights, f"layers.{i}", width) for i, each in enumerate(reader.layers)],
-            norm=weights.norm("norm", width, reader.eps),
             post=weights.linear("post", hidden, width),
+            norm=weights.norm("norm", width, reader.eps),
+            layers=[each.build(weights, f"layers.{i}", width) for i, each in enumerate(reader.layers)],
         )
     ]
 
@@ -110,17 +110,7 @@ def lm_heads(weights: Weights, spec: HeadSpec, hidden: int, rows: int) -> Seq[LM
     groups = np.empty(rows, np.int64)
     groups[ordering] = np.arange(rows) // (rows // count)
     centroids = weights.linear("centroids", count, reader.hidden_size)
-    return [GroupedHead(exact, centroids, weights.backend.index(groups), reader.top_groups)]
-
-
-def shapes(spec: HeadSpec, hidden: int) -> Shapes:
-    """Canonical tensors except those of the LM head, whose rows depend on the vocabulary."""
-    reader = _reader(spec)
-    width = reader.hidden_size
-    found: Shapes = {"pre.weight": (width, 2 * hidden), "post.weight": (hidden, width), "norm.weight": (width,)}
-    for i, layer in enumerate(reader.layers):
-        found |= layer.shapes(f"layers.{i}", width)
-    return found
+    return [GroupedHead(exact, centroids, weights.index(lambda: groups), reader.top_groups)]
 
 
 def _reader(spec: HeadSpec) -> ReaderSpec:
@@ -289,6 +279,4 @@ PUBLISHED = DrafterFormat(
     count=("num_hidden_layers",),
     targets="gemma4",
 )
-HEAD = HeadKind(
-    title="assistant", modules=modules, shapes=shapes, lm_heads=lm_heads, fit=fit, block=False, formats=(PUBLISHED,)
-)
+HEAD = HeadKind(title="assistant", modules=modules, lm_heads=lm_heads, fit=fit, block=False, formats=(PUBLISHED,))

@@ -33,8 +33,8 @@ Sources: deepseek-ai/DeepSpec `modeling/dspark/markov_head.py`; z-lab/dflash `mo
 
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import accumulate
+from functools import cache, partial
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -61,8 +61,8 @@ from headstart.layers.linear import Linear, LMHead, scale
 from headstart.layers.mla import MLA, MLAConfig
 from headstart.layers.norm import RMSNorm
 from headstart.layers.rope import half_split
-from headstart.layers.streams import StreamExpansion, build_last_sum, last_sum_shapes
-from headstart.layers.weights import Shapes, Weights
+from headstart.layers.streams import StreamExpansion, build_last_sum
+from headstart.layers.weights import Weights
 
 GATES: Mapping[str, tuple[str, int, tuple[str, ...]]] = {
     "gated": ("markov.gate", 1, ("row", "token")),
@@ -214,31 +214,28 @@ def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[BlockModule]:
     """The only module, in a list. Raises ModelError for missing tensors and other shapes."""
     block, configs, width = spec.block, layers_of(spec), len(tapped_layers(spec.tap)) * hidden
     assert spec.layer and block
-    given = weights
     if block.interleaved:
-        weights = _half_split(weights, configs[0])
+        weights = weights.changed(partial(_half_split, configs[0]))
     if block.in_checkpoint:
-        names = {_in_checkpoint(name, block): name for name in _own_shapes(spec, hidden)}
-        weights = _changed(weights, {names[name]: each for name, each in weights.tensors.items() if name in names})
-    module = BlockModule(
-        spec=block,
-        fuse=weights.linear("fuse", hidden, width),
-        tap_norms=weights.get("tap_norms.weight", width) if block.tap_norms else None,
-        num_taps=width // hidden,
-        hidden_norm=weights.norm("hidden_norm", hidden, spec.layer.eps),
-        layers=[config.build(weights, f"layers.{i}", hidden) for i, config in enumerate(configs)],
-        convs=_convs(weights, block, hidden),
-        norm=weights.norm("norm", hidden, spec.layer.eps),
-        mask_embedding=weights.get("mask_embedding", hidden) if block.mask_embedding else None,
-        markov=_markov(weights, block, hidden) if block.markov_rank else None,
-        confidence=_confidence(weights, block, hidden) if block.confidence else None,
-        streams=build_last_sum(weights, "streams", hidden, spec.layer.streams, spec.layer.eps)
-        if spec.layer.streams
-        else None,
-    )
-    if block.in_checkpoint:
-        given.used |= {_in_checkpoint(name, block) for name in weights.used}
-    return [module]
+        weights = weights.renamed(partial(_in_checkpoint, block=block))
+    return [
+        BlockModule(
+            spec=block,
+            fuse=weights.linear("fuse", hidden, width),
+            hidden_norm=weights.norm("hidden_norm", hidden, spec.layer.eps),
+            norm=weights.norm("norm", hidden, spec.layer.eps),
+            tap_norms=weights.get("tap_norms.weight", width) if block.tap_norms else None,
+            num_taps=width // hidden,
+            layers=[config.build(weights, f"layers.{i}", hidden) for i, config in enumerate(configs)],
+            mask_embedding=weights.get("mask_embedding", hidden) if block.mask_embedding else None,
+            markov=_markov(weights, block, hidden) if block.markov_rank else None,
+            convs=_convs(weights, block, hidden),
+            confidence=_confidence(weights, block, hidden) if block.confidence else None,
+            streams=build_last_sum(weights, "streams", hidden, spec.layer.streams, spec.layer.eps)
+            if spec.layer.streams
+            else None,
+        )
+    ]
 
 
 def _in_checkpoint(name: str, block: BlockSpec) -> str:
@@ -251,32 +248,40 @@ def _in_checkpoint(name: str, block: BlockSpec) -> str:
     return f"mtp.{0 if part in ('fuse', 'hidden_norm') else block.num_layers - 1}.{name}"
 
 
-def _parts(weights: Weights, name: str, rows: int, columns: Mapping[str, int], precise: bool) -> dict[str, Linear]:
-    """Splits the matrix `name` by columns. columns: input part -> its number of columns. The bias goes to "row"."""
-    matrix = weights.raw(f"{name}.weight", (rows, sum(columns.values()))).transposed()
-    bias = weights.get(f"{name}.bias", rows) if weights.has(f"{name}.bias") else None
-    ends, parts = list(accumulate(columns.values())), dict[str, Linear]()
-    for (part, width), end in zip(columns.items(), ends, strict=True):
-        taken = weights.take(matrix.take_rows(np.arange(end - width, end)).transposed(), precise=precise)
-        parts[part] = Linear(taken, bias if part == "row" else None)
-    return parts
+def _parts(
+    weights: Weights, name: str, rows: int, columns: Mapping[str, int], *, precise: bool, bias: bool
+) -> dict[str, Linear]:
+    """Splits the matrix `name` by columns. columns: input part -> its number of columns. bias: whether new heads have
+    one; it goes to "row"."""
+    matrix = weights.raw(f"{name}.weight", (rows, sum(columns.values())))
+    given = weights.get(f"{name}.bias", rows) if weights.has(f"{name}.bias", usual=bias) else None
+    turned = cache(lambda: matrix.transposed())
+
+    def part(name: str, begin: int, end: int) -> Linear:
+        taken = weights.take(lambda: turned().take_rows(np.arange(begin, end)).transposed(), precise=precise)
+        return Linear(taken, given if name == "row" else None)
+
+    ends = pairwise(accumulate(columns.values(), initial=0))
+    return {name: part(name, *between) for name, between in zip(columns, ends, strict=True)}
 
 
 def _markov(weights: Weights, block: BlockSpec, hidden: int) -> MarkovHead:
-    gates: dict[str, Linear] = {}
-    if block.markov_kind in GATES:
-        name, ranks, _ = GATES[block.markov_kind]
-        gates = _parts(weights, name, ranks * block.markov_rank, _gate_columns(block, hidden), precise=False)
-    tokens = weights.backend.index(np.arange(block.draft_vocab_size)) if block.markov_kind == "selector" else None
     table = weights.get("markov.embed.weight", block.vocab_size, block.markov_rank)
     out = weights.linear("markov.out", block.draft_vocab_size, block.markov_rank)
+    gates, selects = dict[str, Linear](), block.markov_kind == "selector"
+    if block.markov_kind in GATES:
+        name, ranks, _ = GATES[block.markov_kind]
+        columns = _gate_columns(block, hidden)
+        gates = _parts(weights, name, ranks * block.markov_rank, columns, precise=False, bias=not selects)
+    tokens = weights.index(lambda: np.arange(block.draft_vocab_size)) if selects else None
     return MarkovHead(block, table, out, gates, tokens)
 
 
 def _confidence(weights: Weights, block: BlockSpec, hidden: int) -> Confidence:
     token = {"token": block.markov_rank} if block.markov_rank and block.confidence_markov else {}
     # a matrix with one row is too small to be worth rounding
-    parts = _parts(weights, "confidence", 1, {"row": hidden, **token}, precise=True)
+    columns, bias = {"row": hidden, **token}, not block.in_checkpoint
+    parts = _parts(weights, "confidence", 1, columns, precise=True, bias=bias)
     return Confidence(parts["row"], parts.get("token"))
 
 
@@ -286,10 +291,15 @@ def _convs(weights: Weights, block: BlockSpec, hidden: int) -> list[tuple[Dynami
     def conv(prefix: str) -> DynamicConv:
         kernels = weights.raw(f"{prefix}.base_kernel", (2, taps, hidden))
         deltas = weights.raw(f"{prefix}.kernel_projection.weight", (2 * taps * groups, hidden))
-        halves = np.arange(2 * taps * groups).reshape(2, -1)
-        first, second = (Linear(weights.take(deltas.take_rows(half))) for half in halves)
-        own = [weights.constant(f"{prefix} {i}", kernels.float32()[i].reshape(-1)) for i in range(2)]
-        return DynamicConv((first, second), (own[0], own[1]), taps)
+        size = taps * groups
+
+        def delta(i: int) -> Linear:
+            return Linear(weights.take(lambda: deltas.take_rows(np.arange(i * size, (i + 1) * size))))
+
+        def kernel(i: int) -> Weight:
+            return weights.constant(f"{prefix} {i}", lambda: kernels.float32()[i].reshape(-1))
+
+        return DynamicConv((delta(0), delta(1)), (kernel(0), kernel(1)), taps)
 
     if not taps:
         return []
@@ -297,26 +307,17 @@ def _convs(weights: Weights, block: BlockSpec, hidden: int) -> list[tuple[Dynami
     return [(conv(f"{each}.attention_conv"), conv(f"{each}.mlp_conv")) for each in at]
 
 
-def _half_split(weights: Weights, config: LayerConfig) -> Weights:
-    """Weights with the rows of q and k in the order of Ops.rope: the first elements of all rotary pairs, then the
-    second ones. Products of q and k do not change."""
+def _half_split(config: LayerConfig, name: str, tensor: RawTensor) -> RawTensor:
+    """The rows of q and k in the order of Ops.rope: the first elements of all rotary pairs, then the second ones.
+    Products of q and k do not change."""
     mixer = config.mixer
     assert isinstance(mixer, AttentionConfig) and mixer.rope
+    if not name.startswith("layers.") or ".self_attn." not in name or name.split(".")[3][0] not in "qk":
+        return tensor
     rotary = mixer.rope.rotary_dim
     head = np.concatenate((half_split(rotary, interleaved=True), np.arange(rotary, mixer.spec.head_dim)))
-
-    def reordered(name: str, tensor: RawTensor) -> RawTensor:
-        if not name.startswith("layers.") or ".self_attn." not in name or name.split(".")[3][0] not in "qk":
-            return tensor
-        starts = np.arange(0, tensor.shape[0], mixer.spec.head_dim)
-        return tensor.take_rows((starts[:, None] + head).reshape(-1))
-
-    return _changed(weights, {name: reordered(name, tensor) for name, tensor in weights.tensors.items()})
-
-
-def _changed(weights: Weights, tensors: Mapping[str, RawTensor]) -> Weights:
-    """Weights with other tensors."""
-    return Weights(tensors, weights.backend, weights.source, drafts=weights.drafts, on_take=weights.on_take)
+    starts = np.arange(0, tensor.shape[0], mixer.spec.head_dim)
+    return tensor.take_rows((starts[:, None] + head).reshape(-1))
 
 
 def layers_of(spec: HeadSpec) -> list[LayerConfig]:
@@ -332,54 +333,6 @@ def layers_of(spec: HeadSpec) -> list[LayerConfig]:
         return replace(layer, mixer=replace(mixer, spec=attention, sinks=block.sinks))
 
     return [layer_at(i) for i in range(block.num_layers)]
-
-
-def shapes(spec: HeadSpec, hidden: int) -> Shapes:
-    """Canonical tensors except the LM head and the embedding, which are optional."""
-    own, block = _own_shapes(spec, hidden), spec.block
-    assert block
-    return {_in_checkpoint(name, block): shape for name, shape in own.items()} if block.in_checkpoint else own
-
-
-def _own_shapes(spec: HeadSpec, hidden: int) -> Shapes:
-    """`shapes` under the names that a drafter in its own files has."""
-    block, width = spec.block, len(tapped_layers(spec.tap)) * hidden
-    assert block
-    rank = block.markov_rank
-    every: Shapes = {"fuse.weight": (hidden, width), "hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
-    if block.tap_norms:
-        every["tap_norms.weight"] = (width,)
-    for i, config in enumerate(layers_of(spec)):
-        every |= config.shapes(f"layers.{i}", hidden)
-    if block.mask_embedding:
-        every["mask_embedding"] = (hidden,)
-    if rank:
-        every |= _markov_shapes(block, hidden)
-    if taps := block.conv_taps:
-        for part in (f"layers.{i}.{kind}_conv." for i in range(block.num_layers) for kind in ("attention", "mlp")):
-            every[f"{part}base_kernel"] = (2, taps, hidden)
-            every[f"{part}kernel_projection.weight"] = (2 * taps * (hidden // block.conv_group), hidden)
-    if block.confidence:
-        every["confidence.weight"] = (1, hidden + (rank if block.confidence_markov else 0))
-        if not block.in_checkpoint:
-            every["confidence.bias"] = (1,)
-    assert spec.layer
-    if streams := spec.layer.streams:
-        every |= last_sum_shapes("streams", hidden, streams)
-    return every
-
-
-def _markov_shapes(block: BlockSpec, hidden: int) -> Shapes:
-    rank = block.markov_rank
-    found: Shapes = {
-        "markov.embed.weight": (block.vocab_size, rank), "markov.out.weight": (block.draft_vocab_size, rank),
-    }  # fmt: skip
-    if block.markov_kind in GATES:
-        name, ranks, _ = GATES[block.markov_kind]
-        found[f"{name}.weight"] = (ranks * rank, sum(_gate_columns(block, hidden).values()))
-        if block.markov_kind != "selector":
-            found[f"{name}.bias"] = (ranks * rank,)
-    return found
 
 
 def fit(spec: HeadSpec, trunk: DecoderConfig) -> HeadSpec:
@@ -536,7 +489,7 @@ def initial(start: Start, spec: HeadSpec) -> dict[str, Float32]:
     """Random weights: small in matrices that add to the residual stream, zeros in Markov and confidence heads."""
     rng, block = np.random.default_rng(0), spec.block
     assert block
-    first = random_weights(rng, shapes(spec, len(start.norm)), divisor=2 * block.num_layers)
+    first = random_weights(rng, HEAD.shapes(spec, len(start.norm)), divisor=2 * block.num_layers)
     for name in ("markov.out.weight", "confidence.weight"):
         if name in first:
             first[name][:] = 0
@@ -549,7 +502,6 @@ def initial(start: Start, spec: HeadSpec) -> dict[str, Float32]:
 HEAD = HeadKind(
     title="block",
     modules=modules,
-    shapes=shapes,
     fit=fit,
     drafter="block",
     formats=(KIMI_DSPARK, DSPARK, DFLASH2, DFLASH),

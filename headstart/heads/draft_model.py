@@ -52,7 +52,6 @@ class DraftModel(Head):
 HEAD = HeadKind(
     title="draft model",
     modules=lambda weights, spec, hidden: (),
-    shapes=lambda spec, hidden: {},
     drafter="draft_model",
     block=False,
 )

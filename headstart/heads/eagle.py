@@ -18,13 +18,13 @@ from headstart.errors import ModelError
 from headstart.formats.base import Tensor
 from headstart.formats.sizes import Sizes
 from headstart.heads.base import HeadSpec
-from headstart.heads.kind import HeadCheckpoint, HeadKind, build_further, further_shapes, plain_block
+from headstart.heads.kind import HeadCheckpoint, HeadKind, build_further, plain_block
 from headstart.heads.published import DeclaredShapes, Document, DrafterFormat, Present, block_shapes
 from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, StepInputs
 from headstart.layers.decoder import DecoderLayer
 from headstart.layers.linear import Linear
 from headstart.layers.parts import split_pools
-from headstart.layers.weights import Shapes, Weights
+from headstart.layers.weights import Weights
 
 COPIES = ("embed_tokens.weight", "lm_head.weight")  # copies of the trunk's tensors, which are not read
 
@@ -57,13 +57,6 @@ def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[EagleModule]:
     return [EagleModule(fuse, (first, *build_further(weights, spec, hidden)))]
 
 
-def shapes(spec: HeadSpec, hidden: int) -> Shapes:
-    """Canonical tensors except `fuse.bias`, which is optional."""
-    assert spec.layer is not None
-    block = spec.layer.shapes("block", hidden)
-    return {"fuse.weight": (hidden, 2 * hidden), **block, **further_shapes(spec, hidden)}
-
-
 # Published directories.
 
 
@@ -72,7 +65,7 @@ def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadC
     named = {name: tensor for name, tensor in named.items() if name not in COPIES and not name.endswith("inv_freq")}
     layer, num_layers, hidden, vocab_size = plain_block(document, named, path, "late", "an EAGLE head")
     spec = HeadSpec(kind="eagle", layer=layer, num_layers=num_layers)
-    if unknown := sorted(named.keys() - shapes(spec, hidden).keys() - {"fuse.bias"}):
+    if unknown := sorted(named.keys() - HEAD.shapes(spec, hidden).keys() - {"fuse.bias"}):
         raise ModelError(f"{path}: {unknown[0]} is not known of an EAGLE head", "headstart does not run this variant")
     return HeadCheckpoint(spec=spec, hidden_size=hidden, vocab_size=vocab_size, tensors=named)
 
@@ -110,4 +103,4 @@ PUBLISHED = DrafterFormat(
     fallback=True,  # EAGLE-3 and DFlash have such tensors too
     count=("num_hidden_layers",),
 )
-HEAD = HeadKind(title="EAGLE", modules=modules, shapes=shapes, formats=(PUBLISHED,))
+HEAD = HeadKind(title="EAGLE", modules=modules, formats=(PUBLISHED,))

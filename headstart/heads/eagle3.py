@@ -36,7 +36,6 @@ from headstart.heads.kind import (
     Start,
     Training,
     build_further,
-    further_shapes,
     plain_block,
     plain_parts,
     published_layer,
@@ -60,7 +59,7 @@ from headstart.layers.decoder import DecoderLayer, tapped_layers
 from headstart.layers.linear import Linear
 from headstart.layers.norm import RMSNorm
 from headstart.layers.parts import split_pools
-from headstart.layers.weights import Shapes, Weights
+from headstart.layers.weights import Weights
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 OURS = "headstart"  # key of config.json under which trunk and training are written; other engines ignore it
@@ -129,6 +128,7 @@ def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[Eagle3Module]:
     return [
         Eagle3Module(
             fuse=weights.linear("fuse", hidden, width),
+            mask=weights.get(MASK, width) if spec.block else None,
             hidden_norm=weights.norm("block.hidden_norm", hidden, eps),
             block=spec.layer.build(weights, "block", hidden, in_features=2 * hidden),
             further=build_further(weights, spec, hidden),
@@ -136,23 +136,8 @@ def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[Eagle3Module]:
             whole=whole,
             each=each,
             num_taps=num_taps,
-            mask=weights.get(MASK, width) if spec.block else None,
         )
     ]
-
-
-def shapes(spec: HeadSpec, hidden: int) -> Shapes:
-    """Canonical tensors except the optional ones: LM head, embedding, and norms of EAGLE-3.1."""
-    assert spec.layer is not None
-    width = len(tapped_layers(spec.tap)) * hidden
-    return {
-        "fuse.weight": (hidden, width),
-        **({MASK: (width,)} if spec.block else {}),
-        "block.hidden_norm.weight": (hidden,),
-        **spec.layer.shapes("block", hidden, in_features=2 * hidden),
-        **further_shapes(spec, hidden),
-        "norm.weight": (hidden,),
-    }
 
 
 def paper_taps(layers: int) -> tuple[int, int, int]:
@@ -192,7 +177,7 @@ def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadC
         norm_before_residual=bool(document.get("norm_before_residual", False)),
         num_layers=num_layers,
     )
-    if unknown := sorted(named.keys() - shapes(spec, hidden).keys() - {WHOLE, EACH, *COPIES}):
+    if unknown := sorted(named.keys() - HEAD.shapes(spec, hidden).keys() - {WHOLE, EACH, *COPIES}):
         what = f"{path}: {theirs(unknown[0])} is not known of an EAGLE-3 head"
         raise ModelError(what, "it changes the head's formula: headstart does not run this variant")
     return HeadCheckpoint(
@@ -360,7 +345,7 @@ def trained_spec(layers: int, depth: int) -> HeadSpec:
 def initial(start: Start, spec: HeadSpec) -> dict[str, Float32]:
     """Initial weights: random matrices; norms and biases of the trunk's last block."""
     width = len(start.norm)
-    first = random_weights(np.random.default_rng(0), shapes(spec, width), start.layer)
+    first = random_weights(np.random.default_rng(0), HEAD.shapes(spec, width), start.layer)
     first["block.hidden_norm.weight"] = first["block.input_layernorm.weight"]
     first["block.input_layernorm.weight"] = np.ones(width, np.float32)
     first["norm.weight"] = np.float32(0.5) * start.norm
@@ -370,7 +355,6 @@ def initial(start: Start, spec: HeadSpec) -> dict[str, Float32]:
 HEAD = HeadKind(
     title="EAGLE-3",
     modules=modules,
-    shapes=shapes,
     fit=fit,
     formats=(EAGLE3,),
     training=Training(

@@ -22,6 +22,7 @@ from headstart.layers.decoder import DecoderLayer, LayerConfig, NormPlacement
 from headstart.layers.linear import LMHead
 from headstart.layers.mlp import MLPConfig
 from headstart.layers.rope import rope_base, rope_spec, unscaled_base
+from headstart.layers.shapes import shapes_of
 from headstart.layers.weights import Shapes, Weights
 
 NO_VECTORS: Mapping[str, Float32] = {}
@@ -91,7 +92,6 @@ class HeadKind:
 
     title: str
     modules: Callable[[Weights, HeadSpec, int], Seq[Any]]  # (weights, spec, hidden size) -> Head.modules
-    shapes: Callable[[HeadSpec, int], Shapes]  # (spec, hidden size) -> names and shapes of canonical tensors
     # (weights, spec, hidden size, rows) -> each module's LM head; empty: modules use the head's or the trunk's
     lm_heads: Callable[[Weights, HeadSpec, int, int], Seq[LMHead]] = lambda weights, spec, hidden, rows: ()
     drafter: str = "head"  # name of the file in drafters/ that runs such heads
@@ -100,6 +100,10 @@ class HeadKind:
     block: bool = True  # modules have a decoder layer, declared by HeadSpec.layer
     formats: tuple[DrafterFormat, ...] = ()  # published formats of such heads and of related ones
     training: Training | None = None  # None: headstart cannot train such heads
+
+    def shapes(self, spec: HeadSpec, hidden: int) -> Shapes:
+        """Names and shapes of the modules' canonical tensors, in the order in which random weights are drawn."""
+        return shapes_of(lambda weights: self.modules(weights, spec, hidden))
 
 
 def head_kind(name: str) -> HeadKind:
@@ -268,10 +272,6 @@ def further_layers(spec: HeadSpec) -> dict[str, LayerConfig]:
     """Tensor prefix -> config of each layer after the first. These layers have both norms and read the stream."""
     assert spec.layer is not None
     return {f"layers.{i}": replace(spec.layer, norms="pre") for i in range(1, spec.num_layers)}
-
-
-def further_shapes(spec: HeadSpec, hidden: int) -> Shapes:
-    return {name: shape for at, each in further_layers(spec).items() for name, shape in each.shapes(at, hidden).items()}
 
 
 def build_further(weights: Weights, spec: HeadSpec, hidden: int) -> tuple[DecoderLayer, ...]:

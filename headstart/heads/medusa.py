@@ -26,7 +26,7 @@ from headstart.heads.kind import HeadCheckpoint, HeadKind, Start, Training, chec
 from headstart.heads.published import DeclaredShapes, Document, DrafterFormat, Present
 from headstart.kernels.ops import Buffer, Ops, Pool, StepInputs
 from headstart.layers.linear import Linear, LMHead
-from headstart.layers.weights import Shapes, Weights
+from headstart.layers.weights import Weights
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,11 @@ class MedusaModule:
 
 def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[MedusaModule]:
     def layer(name: str) -> Linear:
-        return weights.linear(name, hidden, hidden, bias=weights.has(f"{name}.bias"))
+        return weights.linear(name, hidden, hidden, bias=weights.has(f"{name}.bias", usual=True))
 
     found = []
+    for k in range(spec.num_modules):  # all first matrices, then biases: random weights are drawn in this order
+        weights.raw(f"medusa.{k}.weight", (hidden, hidden))
     for k in range(spec.num_modules):
         names = [name for j in range(1, MAX_LAYERS) if weights.has(f"{(name := f'medusa.{k}.{j}')}.weight")]
         found.append(MedusaModule(layer(f"medusa.{k}"), tuple(map(layer, names))))
@@ -64,14 +66,9 @@ def lm_heads(weights: Weights, spec: HeadSpec, hidden: int, rows: int) -> Seq[LM
     return [weights.linear(f"lm_heads.{k}", rows, hidden) for k in range(spec.num_modules)]
 
 
-def shapes(spec: HeadSpec, hidden: int) -> Shapes:
-    names = [f"medusa.{k}" for k in range(spec.num_modules)]
-    return {f"{name}.weight": (hidden, hidden) for name in names} | {f"{name}.bias": (hidden,) for name in names}
-
-
 def initial(start: Start, spec: HeadSpec) -> dict[str, Float32]:
     """Zeros, as in the paper: each head at first predicts the trunk's next token."""
-    return {name: np.zeros(shape, np.float32) for name, shape in shapes(spec, len(start.norm)).items()}
+    return {name: np.zeros(shape, np.float32) for name, shape in HEAD.shapes(spec, len(start.norm)).items()}
 
 
 # Published directories.
@@ -171,7 +168,6 @@ MLP_SPECULATOR = DrafterFormat(  # IBM's variant of Medusa, whose heads also rea
 HEAD = HeadKind(
     title="Medusa",
     modules=modules,
-    shapes=shapes,
     lm_heads=lm_heads,
     block=False,
     formats=(MEDUSA, MLP_SPECULATOR),

@@ -23,8 +23,8 @@ from headstart.kernels.specs import StateSpec
 from headstart.layers.decoder import DecoderLayer, LayerConfig
 from headstart.layers.linear import Linear
 from headstart.layers.norm import NoNorm, Norm, RMSNorm
-from headstart.layers.streams import StreamMixer, build_hyper_connection, hyper_connection_shapes, repeat_streams
-from headstart.layers.weights import Shapes, Weights
+from headstart.layers.streams import StreamMixer, build_hyper_connection, repeat_streams
+from headstart.layers.weights import Weights
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,14 @@ def _projection(weights: Weights, name: str, hidden: int, layer: LayerConfig) ->
     """The projection of [e ; h]. With residual streams it is not rounded, like the streams' other matrices."""
     if layer.streams is None:
         return weights.linear(name, hidden, 2 * hidden)
-    return Linear(weights.take(weights.raw(f"{name}.weight", (hidden, 2 * hidden)).plain(), precise=True))
+    matrix = weights.raw(f"{name}.weight", (hidden, 2 * hidden))
+    return Linear(weights.take(lambda: matrix.plain(), precise=True))
+
+
+def _block(weights: Weights, spec: HeadSpec, index: int, hidden: int) -> DecoderLayer:
+    if spec.own_lm_head:  # random weights are drawn in this order; `lm_heads` converts it
+        weights.raw(f"mtp.{index}.lm_head.weight", (spec.own_lm_head, hidden))
+    return spec.block_of(index).build(weights, f"mtp.{index}.block", hidden)
 
 
 def _hidden_norm(spec: HeadSpec, hidden: int) -> int:
@@ -97,15 +104,17 @@ def _hidden_norm(spec: HeadSpec, hidden: int) -> int:
 def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[MTPModule]:
     assert spec.layer is not None
     norm = partial(weights.norm, size=hidden, eps=spec.layer.eps, centered=spec.layer.centered)
+
+    trunk_norm = weights.take(lambda: weights.unlisted("embed_norm.weight", hidden)) if spec.embed_norm else None
     return [
         MTPModule(
             embedding_norm=norm(f"mtp.{i}.norm_embedding"),
             hidden_norm=norm(f"mtp.{i}.norm_hidden", size=_hidden_norm(spec, hidden)),
-            projection=_projection(weights, f"mtp.{i}.projection", hidden, spec.layer),
-            block=spec.block_of(i).build(weights, f"mtp.{i}.block", hidden),
             norm=norm(f"mtp.{i}.norm") if spec.output_norm else NoNorm(),
+            projection=_projection(weights, f"mtp.{i}.projection", hidden, spec.layer),
+            block=_block(weights, spec, i, hidden),
             streams=_streams(weights, f"mtp.{i}.streams", hidden, spec.layer),
-            trunk_norm=norm("embed_norm") if spec.embed_norm else None,
+            trunk_norm=RMSNorm(trunk_norm, spec.layer.eps) if spec.embed_norm else None,
         )
         for i in range(spec.num_modules)
     ]
@@ -115,23 +124,6 @@ def lm_heads(weights: Weights, spec: HeadSpec, hidden: int, rows: int) -> Seq[Li
     """LM head of each module; empty if modules have none."""
     count = spec.num_modules if spec.own_lm_head else 0
     return [weights.linear(f"mtp.{i}.lm_head", rows, hidden) for i in range(count)]
-
-
-def shapes(spec: HeadSpec, hidden: int) -> Shapes:
-    assert spec.layer is not None
-    every: Shapes = {}
-    for i in range(spec.num_modules):
-        prefix = f"mtp.{i}"
-        norms = ("norm_embedding", "norm_hidden", *(("norm",) if spec.output_norm else ()))
-        every |= {f"{prefix}.{name}.weight": (hidden,) for name in norms}
-        every[f"{prefix}.norm_hidden.weight"] = (_hidden_norm(spec, hidden),)
-        every[f"{prefix}.projection.weight"] = (hidden, 2 * hidden)
-        if spec.own_lm_head:
-            every[f"{prefix}.lm_head.weight"] = (spec.own_lm_head, hidden)
-        every |= spec.block_of(i).shapes(f"{prefix}.block", hidden)
-        if spec.layer.streams:
-            every |= hyper_connection_shapes(f"{prefix}.streams", hidden, spec.layer.streams, last=True)
-    return every
 
 
 LAST = ("self_attn.gate_proj", "mlp.", "q_norm", "k_norm", "norm_embedding", "norm_hidden", "projection", ".norm.")
@@ -146,7 +138,7 @@ def initial(start: Start, spec: HeadSpec) -> dict[str, Float32]:
         return int(name.split(".")[1]), next((i for i, part in enumerate(LAST, 1) if part in name), 0)
 
     width = len(start.norm)
-    scale, every = np.full(width, start.scale, np.float32), shapes(spec, width)
+    scale, every = np.full(width, start.scale, np.float32), HEAD.shapes(spec, width)
     ordered = {name: every[name] for name in sorted(every, key=order)}
     first = random_weights(np.random.default_rng(0), ordered, start.layer)
     for i in range(spec.num_modules):
@@ -208,7 +200,6 @@ HEAD = HeadKind(
     title="MTP",
     formats=(SPECULATORS, XLLM),
     modules=modules,
-    shapes=shapes,
     lm_heads=lm_heads,
     # the stream before the final norm, as in the one dense family that vLLM drafts for (vllm_mimo)
     training=Training(spec=lambda layers, depth: HeadSpec(tap="pre_norm"), initial=initial, stacks=True),

@@ -35,6 +35,4 @@ PEAGLE = replace(
     eagle3.EAGLE3, key="peagle", title="P-EAGLE", read=read, tensors=tensors,
     speculators=("peagle",), gguf=(), architectures=("peagle",), keys=(), markers=(eagle3.MASK,),
 )  # fmt: skip
-HEAD = HeadKind(
-    title="P-EAGLE", modules=eagle3.modules, shapes=eagle3.shapes, fit=eagle3.fit, drafter="block", formats=(PEAGLE,)
-)
+HEAD = HeadKind(title="P-EAGLE", modules=eagle3.modules, fit=eagle3.fit, drafter="block", formats=(PEAGLE,))

@@ -19,6 +19,7 @@ Canonical tensors: `altup_projections.{k - 1}.weight` and `altup_unembed_project
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import sqrt
 from typing import Any
 
@@ -32,7 +33,7 @@ from headstart.layers.linear import Linear
 from headstart.layers.mlp import Magnitude, build_magnitude
 from headstart.layers.norm import RMSNorm
 from headstart.layers.streams import AveragedStreams
-from headstart.layers.weights import Shapes, Weights
+from headstart.layers.weights import Weights
 
 BEGIN, END = "altup_projections", "altup_unembed_projections"
 
@@ -55,14 +56,12 @@ class AltUpConfig:
         expand, collapse = (
             tuple(weights.linear(f"{name}.{k}", hidden, hidden) for k in range(self.count - 1)) for name in (BEGIN, END)
         )
-        one_hot = np.zeros((self.count, self.count * hidden))
-        one_hot[:, : self.count] = np.eye(self.count)
-        selectors = tuple(weights.constant(f"pick {k}", row) for k, row in enumerate(one_hot))
+        selectors = tuple(_one_hot(weights, k, self.count * hidden) for k in range(self.count))
         return AltUpProjections(self.spec, expand, collapse, selectors, build_magnitude(weights, hidden))
 
-    def shapes(self, hidden: int) -> Shapes:
-        """Names and shapes of what `build` takes."""
-        return {f"{name}.{k}.weight": (hidden, hidden) for name in (BEGIN, END) for k in range(self.count - 1)}
+
+def _one_hot(weights: Weights, index: int, size: int) -> Weight:
+    return weights.constant(f"pick {index} of {size}", lambda: np.arange(size) == index)
 
 
 @dataclass(frozen=True)
@@ -114,66 +113,50 @@ class AltUpLayerConfig(LayerConfig):
             learned_norm=weights.norm(f"{prefix}.laurel.post_laurel_norm", hidden, self.eps),
         )
 
-    def shapes(self, prefix: str, hidden: int, *, in_features: int | None = None) -> Shapes:
-        rank = self.altup.rank
-        return {
-            **super().shapes(prefix, hidden, in_features=in_features),
-            **_shapes(f"{prefix}.altup", hidden, self.altup.count),
-            f"{prefix}.laurel.linear_left.weight": (rank, hidden),
-            f"{prefix}.laurel.linear_right.weight": (hidden, rank),
-            f"{prefix}.laurel.post_laurel_norm.weight": (hidden,),
-        }
-
-
-def _shapes(name: str, hidden: int, count: int) -> Shapes:
-    return {
-        f"{name}.modality_router.weight": (count, hidden),
-        f"{name}.router_norm.weight": (hidden,),
-        f"{name}.prediction_coefs.weight": (count * count, count),
-        f"{name}.correction_coefs.weight": (count, count),
-        f"{name}.correct_output_scale": (hidden,),
-    }
-
 
 def _build_altup(weights: Weights, name: str, hidden: int, config: AltUpConfig, eps: float) -> AltUp:
     """Turns the two small maps of m into maps to all weights of Ops.mix_streams: n weights of the sum, n of the
     addition, the mixing matrix by rows. The biases are the weights for m = 0."""
-    count, shapes = config.count, _shapes(name, hidden, config.count)
-    predict = weights.raw(f"{name}.prediction_coefs.weight", (count * count, count)).float32()
-    correct = weights.raw(f"{name}.correction_coefs.weight", (count, count)).float32()
+    count, router = config.count, f"{name}.modality_router.weight"
+    router_weight = weights.get(router, count, hidden, precise=True)
+    norm = weights.raw(f"{name}.router_norm.weight", (hidden,))
+    predict = weights.raw(f"{name}.prediction_coefs.weight", (count * count, count))
+    correct = weights.raw(f"{name}.correction_coefs.weight", (count, count))
     scale = weights.raw(f"{name}.correct_output_scale", (hidden,))
     identity, zeros = np.eye(count), np.zeros((count, count))
     active = identity[config.active]
-    mixing = np.zeros((count, count, count))  # rows of the mixing matrix
-    mixing[config.active] = -correct
-    maps: dict[str, tuple[NDArray[Any], ...]] = {
-        "expect": (zeros, zeros, predict.reshape(count, count, count).swapaxes(0, 1).reshape(-1, count)),
-        "correct": (zeros, correct, mixing.reshape(-1, count)),
-    }
+
+    def expecting() -> NDArray[Any]:
+        mixing = predict.float32().reshape(count, count, count).swapaxes(0, 1).reshape(-1, count)
+        return np.concatenate((zeros, zeros, mixing))
+
+    def correcting() -> NDArray[Any]:
+        mixing = np.zeros((count, count, count))  # rows of the mixing matrix
+        mixing[config.active] = -correct.float32()
+        return np.concatenate((zeros, correct.float32(), mixing.reshape(-1, count)))
+
     biases: dict[str, tuple[NDArray[Any], ...]] = {
         "expect": (active, zeros[0], identity.ravel()),
         "correct": (active, zeros[0] + 1, (identity - active[:, None]).ravel()),
         "further": (active, 1 - identity[0], identity.ravel()),
     }
     vectors = {
-        part: weights.constant(f"{name}.{part} of {config.active}", np.concatenate(each))
+        part: weights.constant(f"{name}.{part} of {config.active}", partial(np.concatenate, each))
         for part, each in biases.items()
     }
     linears = {
-        part: Linear(weights.constant(f"{name}.{part}", np.concatenate(each)), vectors[part])
-        for part, each in maps.items()
+        part: Linear(weights.constant(f"{name}.{part}", each), vectors[part])
+        for part, each in (("expect", expecting), ("correct", correcting))
     }
-    norm = weights.raw(f"{name}.router_norm.weight", (hidden,)).affine(1 / hidden, 0)
-    router = f"{name}.modality_router.weight"
     return AltUp(
         spec=config.spec,
-        norm=RMSNorm(weights.take(norm, precise=True), eps),
-        router=Linear(weights.get(router, *shapes[router], precise=True)),
+        norm=RMSNorm(weights.take(lambda: norm.affine(1 / hidden, 0), precise=True), eps),
+        router=Linear(router_weight),
         prediction=linears["expect"],
         correction=linears["correct"],
         addition=vectors["further"],
-        selector=weights.constant(f"pick {config.active} of {hidden}", np.arange(hidden) == config.active),
-        scale=weights.take(scale, precise=True) if config.scaled else None,
+        selector=_one_hot(weights, config.active, hidden),
+        scale=weights.take(lambda: scale, precise=True) if config.scaled else None,
     )
 
 

@@ -11,7 +11,7 @@ from headstart.layers.indexer import BlockIndexer, BlockIndexerConfig, Indexer, 
 from headstart.layers.linear import Linear, scale
 from headstart.layers.norm import RMSNorm
 from headstart.layers.parts import Mixer, MixerConfig
-from headstart.layers.weights import Shapes, Weights
+from headstart.layers.weights import Weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,22 +68,9 @@ class AttentionConfig(MixerConfig):
             gate_proj=linears.get("gate_proj"), o_proj=linears["o_proj"], q_norm=norms.get("q_norm"),
             k_norm=norms.get("k_norm"),
             v_norm=weights.unweighted_norm(self.spec.head_dim, eps) if self.v_norm and "k_proj" in linears else None,
-            sinks=weights.get(f"{name}.sinks", self.spec.num_heads) if self.sinks else None, config=self,
             indexer=self.indexer.build(weights, name, in_features, in_features=in_features) if self.indexer else None,
+            sinks=weights.get(f"{name}.sinks", self.spec.num_heads) if self.sinks else None, config=self,
         )  # fmt: skip
-
-    def shapes(self, prefix: str, hidden: int, *, in_features: int) -> Shapes:
-        """Names and shapes of what `build` takes."""
-        shapes: Shapes = {}
-        for name, (shape, bias) in self._linears(hidden, in_features).items():
-            shapes[f"{prefix}.self_attn.{name}.weight"] = shape
-            if bias:
-                shapes[f"{prefix}.self_attn.{name}.bias"] = shape[:1]
-        if not self.qk_norm_unweighted:
-            shapes |= {f"{prefix}.self_attn.{name}.weight": (width,) for name, width in self._norms.items()}
-        if self.indexer:
-            shapes |= self.indexer.shapes(f"{prefix}.self_attn", in_features, in_features=in_features)
-        return shapes | ({f"{prefix}.self_attn.sinks": (self.spec.num_heads,)} if self.sinks else {})
 
     def _linears(self, hidden: int, in_features: int) -> dict[str, tuple[tuple[int, int], bool]]:
         """Projections by name: ((out, in), has a bias)."""

@@ -1,18 +1,19 @@
 """`DecoderConfig`: sizes and layers of a decoder; builds the decoder from named tensors and counts its costs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from headstart.kernels.ops import RawTensor
 from headstart.kernels.specs import StreamSpec
 from headstart.layers.altup import AltUpConfig
 from headstart.layers.costs import DecoderCost, LayerCost, num_elements, num_table_elements
-from headstart.layers.decoder import Decoder, LayerConfig, norm_suffixes
+from headstart.layers.decoder import Decoder, LayerConfig
 from headstart.layers.linear import Linear
 from headstart.layers.norm import RMSNorm, Unnormed
 from headstart.layers.parts import MixerConfig
 from headstart.layers.residual_bank import ResidualBankConfig
-from headstart.layers.streams import StreamExpansion, build_last_sum, last_sum_shapes
+from headstart.layers.shapes import shapes_of
+from headstart.layers.streams import StreamExpansion, build_last_sum
 from headstart.layers.weights import Shapes, Weights
 
 MixerT = TypeVar("MixerT", bound=MixerConfig)
@@ -77,15 +78,12 @@ class DecoderConfig:
 
     def shapes(self) -> Shapes:
         """Canonical names and shapes of the trunk, in the order in which random weights are drawn."""
-        shapes: Shapes = {"embed_tokens.weight": (self.vocab_size, self.hidden_size)}
-        for i, layer in enumerate(self.layers):
-            shapes |= layer.shapes(f"layers.{i}", self.hidden_size)
-        return shapes | self._outer_shapes()
+        return shapes_of(lambda weights: build_decoder(weights, self))
 
     def cost(self) -> DecoderCost:
         """Weights, cache and work of the trunk."""
         costs: dict[LayerConfig, LayerCost] = {}  # most layers are equal
-        outer = self._outer_shapes()
+        outer = replace(self, layers=()).shapes()
         for layer in dict.fromkeys(self.layers):
             source, shapes = layer.mixer.source_layer, layer.shapes("layer", self.hidden_size)
             costs[layer] = layer.cost(self.hidden_size, None if source is None else self.layers[source].mixer)
@@ -98,37 +96,21 @@ class DecoderConfig:
             outer=num_elements(outer) - tables - (0 if self.tied else lm_head),
         )
 
-    def _outer_shapes(self) -> Shapes:
-        """Names and shapes of tensors outside the layers."""
-        embedding = (self.vocab_size, self.hidden_size)
-        shapes: Shapes = {"embed_tokens.weight": embedding}
-        if self.embedding_norm == "weighted":
-            shapes["embed_norm.weight"] = (self.hidden_size,)
-        if isinstance(self.streams, AltUpConfig | ResidualBankConfig):
-            shapes |= self.streams.shapes(self.hidden_size)
-        elif self.streams:
-            shapes |= last_sum_shapes("streams", self.hidden_size, self.streams)
-        ends = norm_suffixes(self.biased) if self.final_norm else ()
-        norm: Shapes = {f"norm.{end}": (self.hidden_size,) for end in ends}
-        return shapes | norm | ({} if self.tied else {"lm_head.weight": embedding})
-
 
 def build_decoder(weights: Weights, config: DecoderConfig) -> Decoder:
     """Builds the trunk from tensors under canonical names."""
-    embedding = weights.get("embed_tokens.weight", config.vocab_size, config.hidden_size)
-    head = lm_head_tensor(weights, config)
     return Decoder(
-        embedding=embedding,
+        embedding=weights.get("embed_tokens.weight", config.vocab_size, config.hidden_size),
         layers=[each.build(weights, f"layers.{i}", config.hidden_size) for i, each in enumerate(config.layers)],
+        embedding_norm=_embedding_norm(weights, config),
+        streams=_build_streams(weights, config),
         norm=weights.norm("norm", config.hidden_size, config.eps, centered=config.centered, biased=config.biased)
         if config.final_norm
         else Unnormed(weights.unweighted_norm(config.hidden_size, config.eps).weight, config.eps),
-        lm_head=Linear(weights.get(head, config.vocab_size, config.hidden_size)),
+        lm_head=Linear(weights.get(lm_head_tensor(weights, config), config.vocab_size, config.hidden_size)),
         embedding_scale=config.embedding_scale,
-        embedding_norm=_embedding_norm(weights, config),
         logit_scale=config.logit_scale,
         logit_softcap=config.logit_softcap,
-        streams=_build_streams(weights, config),
     )
 
 
@@ -150,7 +132,7 @@ def _build_streams(weights: Weights, config: DecoderConfig) -> StreamExpansion |
 
 def lm_head_tensor(weights: Weights, config: DecoderConfig) -> str:
     """Name of the LM head's tensor, which is the embedding when the two are tied."""
-    return "embed_tokens.weight" if config.tied or not weights.has("lm_head.weight") else "lm_head.weight"
+    return "embed_tokens.weight" if config.tied or not weights.has("lm_head.weight", usual=True) else "lm_head.weight"
 
 
 def raw_lm_head(weights: Weights, config: DecoderConfig) -> RawTensor:

@@ -21,17 +21,18 @@ V4.1 `indexer.k_proj`, `indexer.k_norm`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from headstart.kernels.ops import AttentionSpec, Buffer, KVSpec, Ops, Pool, Weight
+from headstart.kernels.ops import AttentionSpec, Buffer, KVSpec, Ops, Pool, RawTensor, Weight
 from headstart.kernels.specs import CompressSpec, IndexSpec, RopeSpec
 from headstart.layers.costs import MixerCost
 from headstart.layers.linear import Linear
 from headstart.layers.norm import RMSNorm
 from headstart.layers.parts import Mixer, MixerConfig, split_pools
-from headstart.layers.weights import Shapes, Weights
+from headstart.layers.weights import Weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,25 +51,17 @@ class CompressorConfig:
     def build(self, weights: Weights, name: str, *, eps: float, in_features: int) -> Compressor:
         """Builds it from the tensors under `name`."""
         spec, width, size = self.spec, self.spec.width, self.spec.every * self.spec.width
-        bias = weights.raw(f"{name}.position_bias", (spec.every, width)).shaped(size) if self.biased else None
+        values = weights.linear(f"{name}.kv_proj", width, in_features)
+        gates = weights.linear(f"{name}.gate_proj", width, in_features) if self.gated else None
+        bias = weights.raw(f"{name}.position_bias", (spec.every, width)) if self.biased else None
         return Compressor(
-            values=weights.linear(f"{name}.kv_proj", width, in_features),
-            gates=weights.linear(f"{name}.gate_proj", width, in_features) if self.gated else None,
-            bias=weights.take(bias) if bias else weights.zeros(size),
+            values=values,
+            gates=gates,
+            bias=weights.take(lambda: bias.shaped(size)) if bias else weights.zeros(size),
             norm=weights.norm(f"{name}.kv_norm", spec.dim, eps),
             spec=spec,
             rope=replace(self.rope, shift=spec.every - 1),
         )
-
-    def shapes(self, name: str, *, in_features: int) -> Shapes:
-        """Names and shapes of what `build` takes."""
-        width = self.spec.width
-        return {
-            f"{name}.kv_proj.weight": (width, in_features),
-            **({f"{name}.gate_proj.weight": (width, in_features)} if self.gated else {}),
-            **({f"{name}.position_bias": (self.spec.every, width)} if self.biased else {}),
-            f"{name}.kv_norm.weight": (self.spec.dim,),
-        }
 
 
 @dataclass(frozen=True)
@@ -168,18 +161,25 @@ class CompressedConfig(MixerConfig):
 
     def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, in_features: int) -> CompressedAttention:
         """See MixerConfig.build."""
-        name, wide = f"{prefix}.self_attn", self.num_heads * self.head_dim
-        down = weights.raw(f"{name}.o_a_proj.weight", (self.groups * self.group_rank, wide // self.groups))
-        rows = np.arange(self.groups * self.group_rank).reshape(self.groups, self.group_rank)
+        name, wide, inner = f"{prefix}.self_attn", self.num_heads * self.head_dim, self.groups * self.group_rank
+        query_down = weights.linear(f"{name}.q_a_proj", self.query_rank, in_features)
+        query = weights.linear(f"{name}.q_b_proj", wide, self.query_rank)
+        key = weights.linear(f"{name}.kv_proj", self.head_dim, in_features)
+        down = weights.raw(f"{name}.o_a_proj.weight", (inner, wide // self.groups))
+
+        def of_groups() -> Iterator[RawTensor]:
+            rows = np.arange(self.group_rank)
+            return (down.take_rows(rows + first).plain() for first in range(0, inner, self.group_rank))
+
         return CompressedAttention(
-            query_down=weights.linear(f"{name}.q_a_proj", self.query_rank, in_features),
+            query_down=query_down,
+            query=query,
+            key=key,
+            output_down=weights.take_each(of_groups, precise=True),
+            output=weights.linear(f"{name}.o_b_proj", hidden, inner),
             query_norm=weights.norm(f"{name}.q_a_norm", self.query_rank, eps),
-            query=weights.linear(f"{name}.q_b_proj", wide, self.query_rank),
             head_norm=weights.unweighted_norm(self.head_dim, eps) if self.head_norm else None,
-            key=weights.linear(f"{name}.kv_proj", self.head_dim, in_features),
             key_norm=weights.norm(f"{name}.kv_norm", self.head_dim, eps),
-            output_down=tuple(weights.take(down.take_rows(each).plain(), precise=True) for each in rows),
-            output=weights.linear(f"{name}.o_b_proj", hidden, self.groups * self.group_rank),
             sinks=weights.get(f"{name}.sinks", self.num_heads),
             config=self,
             compressor=self.compressor.build(weights, f"{name}.compressor", eps=eps, in_features=in_features)
@@ -191,50 +191,19 @@ class CompressedConfig(MixerConfig):
     def _indexer(self, weights: Weights, name: str, eps: float, in_features: int) -> EntryIndexer | None:
         if self.index is None or not self.selects:
             return None
-        (spec, compressor), of_entries = self.index, self._key_shapes(name)
+        spec, compressor = self.index
+        of_entries = compressor is None and self.source_layer is None
         return EntryIndexer(
-            query=weights.linear(f"{name}.q_b_proj", spec.num_heads * spec.head_dim, self.query_rank),
-            weights=Linear(weights.get(f"{name}.weights_proj.weight", spec.num_heads, in_features, precise=True)),
+            key=weights.linear(f"{name}.k_proj", spec.head_dim, self.head_dim) if of_entries else None,
+            key_norm=weights.norm(f"{name}.k_norm", spec.head_dim, eps) if of_entries else None,
             compressor=compressor.build(weights, f"{name}.compressor", eps=eps, in_features=in_features)
             if compressor
             else None,
-            key=weights.linear(f"{name}.k_proj", spec.head_dim, self.head_dim) if of_entries else None,
-            key_norm=weights.norm(f"{name}.k_norm", spec.head_dim, eps) if of_entries else None,
+            query=weights.linear(f"{name}.q_b_proj", spec.num_heads * spec.head_dim, self.query_rank),
+            weights=Linear(weights.get(f"{name}.weights_proj.weight", spec.num_heads, in_features, precise=True)),
             spec=spec,
             rope=self.rope,
         )
-
-    def _key_shapes(self, name: str) -> Shapes:
-        """Names and shapes of the tensors under `name` that make index keys of entries; empty in a layer whose keys a
-        compressor or another layer makes."""
-        if self.index is None or self.index[1] or self.source_layer is not None:
-            return {}
-        dim = self.index[0].head_dim
-        return {f"{name}.k_proj.weight": (dim, self.head_dim), f"{name}.k_norm.weight": (dim,)}
-
-    def shapes(self, prefix: str, hidden: int, *, in_features: int) -> Shapes:
-        """Names and shapes of what `build` takes."""
-        name, wide = f"{prefix}.self_attn", self.num_heads * self.head_dim
-        matrices = {
-            "q_a_proj": (self.query_rank, in_features),
-            "q_b_proj": (wide, self.query_rank),
-            "kv_proj": (self.head_dim, in_features),
-            "o_a_proj": (self.groups * self.group_rank, wide // self.groups),
-            "o_b_proj": (hidden, self.groups * self.group_rank),
-        }
-        shapes: Shapes = {f"{name}.{part}.weight": shape for part, shape in matrices.items()}
-        shapes |= {f"{name}.q_a_norm.weight": (self.query_rank,), f"{name}.kv_norm.weight": (self.head_dim,)}
-        shapes[f"{name}.sinks"] = (self.num_heads,)
-        if self.compressor and self.source_layer is None:
-            shapes |= self.compressor.shapes(f"{name}.compressor", in_features=in_features)
-        if self.index and self.selects:
-            spec, compressor = self.index
-            shapes |= self._key_shapes(f"{name}.indexer")
-            if compressor:
-                shapes |= compressor.shapes(f"{name}.indexer.compressor", in_features=in_features)
-            shapes[f"{name}.indexer.q_b_proj.weight"] = (spec.num_heads * spec.head_dim, self.query_rank)
-            shapes[f"{name}.indexer.weights_proj.weight"] = (spec.num_heads, in_features)
-        return shapes
 
 
 @dataclass(frozen=True)

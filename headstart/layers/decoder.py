@@ -12,7 +12,8 @@ from headstart.layers.costs import FeedForwardCost, LayerCost, num_elements, num
 from headstart.layers.linear import Linear, scale
 from headstart.layers.ngram import NGramMemory, NGramMemoryConfig
 from headstart.layers.norm import NoNorm, Norm, RMSNorm
-from headstart.layers.streams import StreamExpansion, StreamMixer, build_hyper_connection, hyper_connection_shapes
+from headstart.layers.shapes import shapes_of
+from headstart.layers.streams import StreamExpansion, StreamMixer, build_hyper_connection
 from headstart.layers.weights import Shapes, Weights
 
 Tap = Literal["post_norm", "pre_norm", "streams"] | tuple[int, ...]
@@ -68,11 +69,6 @@ NORM_NAMES: Mapping[NormPlacement, tuple[str, str, str, str]] = {
 both parts read the first norm."""
 
 
-def norm_suffixes(biased: bool) -> tuple[str, ...]:
-    """Ends of the names of a norm's tensors."""
-    return ("weight", "bias") if biased else ("weight",)
-
-
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
     """One decoder layer."""
@@ -123,22 +119,15 @@ class LayerConfig:
 
     def shapes(self, prefix: str, hidden: int, *, in_features: int | None = None) -> Shapes:
         """Names and shapes of what `build` takes."""
-        norms, suffixes = filter(None, self._norms), norm_suffixes(self.biased)
-        return {
-            **{f"{prefix}.{name}.{suffix}": (hidden,) for name in norms for suffix in suffixes},
-            **self.mixer.shapes(prefix, hidden, in_features=in_features or hidden),
-            **self.mlp.shapes(f"{prefix}.mlp", hidden),
-            **(self.post_block.shapes(prefix, hidden) if self.post_block else {}),
-            **({f"{prefix}.layer_scalar": (1,)} if self.has_layer_scalar else {}),
-            **(self.shortcut.shapes(f"{prefix}.shortcut", hidden) if self.shortcut else {}),
-            **self._stream_shapes(prefix, hidden),
-            **(self.memory.shapes(f"{prefix}.memory", hidden) if self.memory else {}),
-        }
+        return shapes_of(lambda weights: self.build(weights, prefix, hidden, in_features=in_features))
 
     def cost(self, hidden: int, source: parts.MixerConfig | None = None) -> LayerCost:
         """Costs of the layer, without tensors that several layers share. `source`: the mixer of its source layer."""
         shapes = {name: shape for name, shape in self.shapes("layer", hidden).items() if name.startswith("layer.")}
-        mixer = self.mixer.cost(num_elements(self.mixer.shapes("layer", hidden, in_features=hidden)), source)
+        of_mixer = shapes_of(
+            lambda weights: self.mixer.build(weights, "layer", hidden, eps=self.eps, in_features=hidden)
+        )
+        mixer = self.mixer.cost(num_elements(of_mixer), source)
         if self.memory:
             own = sum(math.prod(each.state_shape) for each in self.memory.state_specs(hidden))
             mixer = replace(mixer, state=mixer.state + own)
@@ -157,13 +146,6 @@ class LayerConfig:
     def _stream_kernels(self) -> int:
         """Kernels that mix residual streams around both parts."""
         return 6 if self.streams else 0
-
-    def _stream_shapes(self, prefix: str, hidden: int) -> Shapes:
-        shapes: Shapes = {}
-        for part in STREAM_PARTS if self.streams else ():
-            assert self.streams
-            shapes |= hyper_connection_shapes(f"{prefix}.{part}", hidden, self.streams)
-        return shapes
 
     @property
     def _norms(self) -> tuple[str, str, str, str]:

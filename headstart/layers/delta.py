@@ -15,7 +15,7 @@ from headstart.kernels.specs import ConvSpec, DeltaSpec, StateSpec
 from headstart.layers.linear import Linear
 from headstart.layers.norm import RMSNorm
 from headstart.layers.parts import Mixer, MixerConfig
-from headstart.layers.weights import Shapes, Weights
+from headstart.layers.weights import Weights
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class DeltaConfig(MixerConfig):
     def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, in_features: int) -> "GatedDeltaNet":
         """See MixerConfig.build. Decay and strength are never quantized: errors would accumulate over a whole text."""
         heads, name = self.delta.num_heads, f"{prefix}.linear_attn"
-        a, b = (weights.get(f"{name}.in_proj_{part}.weight", heads, in_features, precise=True) for part in "ab")
+        weights.unlisted(f"{name}.in_proj_a.weight", heads, in_features)  # names a wrong number of heads
         return GatedDeltaNet(
             qkv_proj=weights.linear(f"{name}.in_proj_qkv", self.delta.channels, in_features),
             z_proj=weights.linear(f"{name}.in_proj_z", self.inner, in_features),
-            a_proj=Linear(a),
-            b_proj=Linear(b),
+            a_proj=Linear(weights.get(f"{name}.in_proj_a.weight", heads, in_features, precise=True)),
+            b_proj=Linear(weights.get(f"{name}.in_proj_b.weight", heads, in_features, precise=True)),
             conv=weights.get(f"{name}.conv", self.conv_width * self.delta.channels),
             decay_rate=weights.get(f"{name}.decay_rate", heads),
             decay_bias=weights.get(f"{name}.decay_bias", heads),
@@ -57,19 +57,6 @@ class DeltaConfig(MixerConfig):
             out_proj=weights.linear(f"{name}.out_proj", hidden, self.inner),
             config=self,
         )
-
-    def shapes(self, prefix: str, hidden: int, *, in_features: int) -> Shapes:
-        """Names and shapes of what `build` takes."""
-        heads, name = self.delta.num_heads, f"{prefix}.linear_attn"
-        rows = {"qkv": self.delta.channels, "z": self.inner, "a": heads, "b": heads}
-        return {
-            **{f"{name}.in_proj_{part}.weight": (size, in_features) for part, size in rows.items()},
-            f"{name}.conv": (self.conv_width * self.delta.channels,),
-            f"{name}.decay_rate": (heads,),
-            f"{name}.decay_bias": (heads,),
-            f"{name}.norm.weight": (self.delta.value_dim,),
-            f"{name}.out_proj.weight": (hidden, self.inner),
-        }
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ pools `pool_gate` [dim, H] and `pool_bias` [pool * dim]; in Step-5 `q_norm`. Of 
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +32,7 @@ from headstart.kernels.specs import CompressSpec, IndexSpec
 from headstart.layers.linear import Linear
 from headstart.layers.norm import LayerNorm, RMSNorm
 from headstart.layers.rope import half_split
-from headstart.layers.weights import Shapes, Weights
+from headstart.layers.weights import Weights
 
 EPS = 1e-6  # of the norm of keys, for every config of DeepSeek's (as in its code)
 
@@ -59,45 +60,31 @@ class IndexerConfig:
 
     def build(self, weights: Weights, attention: str, rank: int, *, in_features: int) -> "Indexer":
         """The indexer of the layer whose tensor names begin with `attention`; its queries read `rank` columns."""
-        spec, name, order = self.spec, f"{attention}.indexer", self._order()
+        spec, name = self.spec, f"{attention}.indexer"
         heads, dim = spec.num_heads, spec.head_dim
-        queries = (np.arange(heads)[:, None] * dim + order).reshape(-1)
-        norm = weights.raw(f"{name}.k_norm.weight", (dim,)), weights.raw(f"{name}.k_norm.bias", (dim,))
+
+        def reordered(part: str, num_heads: int, *num_in: int) -> Weight:
+            stored = weights.raw(f"{name}.{part}", (num_heads * dim, *num_in))
+            starts = partial(np.arange, 0, num_heads * dim, dim)
+            return weights.take(lambda: stored.take_rows((starts()[:, None] + self._order()).reshape(-1)))
+
         gate, bias = None, None
         if self.pooled:
-            gate = Linear(weights.take(weights.raw(f"{name}.pool_gate", (dim, in_features)).take_rows(order)))
+            gate = Linear(reordered("pool_gate", 1, in_features))
             size = spec.every * dim
             bias = weights.get(f"{name}.pool_bias", size) if self.pool_bias else weights.zeros(size)
-        query, key = (
-            weights.raw(f"{name}.wq_b.weight", (heads * dim, rank)),
-            weights.raw(f"{name}.wk.weight", (dim, in_features)),
-        )
+        query_norm = weights.norm(f"{name}.q_norm", dim, self.eps) if self.query_norm else None
         return Indexer(
-            query=Linear(weights.take(query.take_rows(queries))),
-            key=Linear(weights.take(key.take_rows(order))),
-            key_norm=LayerNorm(weights.take(norm[0].take_rows(order)), self.eps),
-            key_bias=weights.take(norm[1].take_rows(order)),
+            query=Linear(reordered("wq_b.weight", heads, rank)),
+            key=Linear(reordered("wk.weight", 1, in_features)),
+            key_norm=LayerNorm(reordered("k_norm.weight", 1), self.eps),
+            key_bias=reordered("k_norm.bias", 1),
             weights=Linear(weights.get(f"{name}.weights_proj.weight", heads, in_features, precise=True)),
             pool_gate=gate,
             pool_bias=bias,
-            query_norm=weights.norm(f"{name}.q_norm", dim, self.eps) if self.query_norm else None,
+            query_norm=query_norm,
             config=self,
         )
-
-    def shapes(self, attention: str, rank: int, *, in_features: int) -> Shapes:
-        """Names and shapes of what `build` takes."""
-        heads, dim = self.spec.num_heads, self.spec.head_dim
-        more: Shapes = {"pool_gate": (dim, in_features)} if self.pooled else {}
-        more |= {"pool_bias": (self.spec.every * dim,)} if self.pooled and self.pool_bias else {}
-        more |= {"q_norm.weight": (dim,)} if self.query_norm else {}
-        return {
-            **{f"{attention}.indexer.{name}": shape for name, shape in more.items()},
-            f"{attention}.indexer.wq_b.weight": (heads * dim, rank),
-            f"{attention}.indexer.wk.weight": (dim, in_features),
-            f"{attention}.indexer.k_norm.weight": (dim,),
-            f"{attention}.indexer.k_norm.bias": (dim,),
-            f"{attention}.indexer.weights_proj.weight": (heads, in_features),
-        }
 
     def _order(self) -> NDArray[np.int64]:
         """Features of a head in the order of Ops.rope."""
@@ -171,16 +158,6 @@ class BlockIndexerConfig:
             ones=weights.ones(self.spec.num_heads),
             config=self,
         )
-
-    def shapes(self, attention: str, rank: int, *, in_features: int) -> Shapes:
-        """Names and shapes of what `build` takes."""
-        name, dim = f"{attention}.indexer", self.spec.head_dim
-        return {
-            f"{name}.q_proj.weight": (self.spec.num_heads * dim, rank),
-            f"{name}.k_proj.weight": (dim, in_features),
-            f"{name}.q_norm.weight": (dim,),
-            f"{name}.k_norm.weight": (dim,),
-        }
 
 
 @dataclass(frozen=True)

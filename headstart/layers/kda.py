@@ -15,12 +15,12 @@ from typing import ClassVar
 
 import numpy as np
 
-from headstart.kernels.ops import Activation, Buffer, Ops, Pool, Weight
+from headstart.kernels.ops import Activation, Buffer, Ops, Pool, RawTensor, Weight
 from headstart.kernels.specs import ConvSpec, DeltaSpec, StateSpec
 from headstart.layers.linear import Linear
 from headstart.layers.norm import RMSNorm
 from headstart.layers.parts import Mixer, MixerConfig
-from headstart.layers.weights import Shapes, Weights
+from headstart.layers.weights import Weights
 
 
 @dataclass(frozen=True)
@@ -55,44 +55,42 @@ class KDAConfig(MixerConfig):
 
     def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, in_features: int) -> "KimiDelta":
         """See MixerConfig.build. Decay and strength are never quantized: errors would accumulate over a whole text."""
-        name, shapes = f"{prefix}.self_attn", self.shapes(prefix, hidden, in_features=in_features)
+        name, inner = f"{prefix}.self_attn", self.inner
 
-        def linears(*parts: str, precise: bool = False) -> tuple[Linear, ...]:
-            names = [f"{name}.{part}.weight" for part in parts if f"{name}.{part}.weight" in shapes]
-            return tuple(Linear(weights.get(each, *shapes[each], precise=precise)) for each in names)
+        def linear(part: str, num_out: int, num_in: int, precise: bool = False) -> Linear:
+            return Linear(weights.get(f"{name}.{part}.weight", num_out, num_in, precise=precise))
 
-        heads = np.repeat(np.arange(self.num_heads), self.head_dim)
-        rate = weights.raw(f"{name}.decay_rate", (self.num_heads,)).affine(-1 if self.bound else 1, 0)
+        def product(part: str, whole: str, rank: int, precise: bool = False) -> tuple[Linear, ...]:
+            if not rank:
+                return (linear(whole, inner, in_features, precise),)
+            return (
+                linear(f"{part}_a_proj", rank, in_features, precise),
+                linear(f"{part}_b_proj", inner, rank, precise),
+            )
+
+        inputs = tuple(linear(f"{part}_proj", inner, in_features) for part in "qkv")
+        strength = linear("b_proj", self.num_heads, in_features, precise=True)
+        decay = product("f", "f_proj", self.rank, precise=True)
+        gate = product("g", "gate_proj", 0 if self.full_gate else self.rank)
+        conv = weights.get(f"{name}.conv", self.conv_width * self.delta.channels)
+        rate = weights.raw(f"{name}.decay_rate", (self.num_heads,))
+
+        def decay_rate() -> RawTensor:
+            heads = np.repeat(np.arange(self.num_heads), self.head_dim)
+            return rate.affine(-1 if self.bound else 1, 0).take_rows(heads)
+
         return KimiDelta(
-            inputs=linears("q_proj", "k_proj", "v_proj"),
-            decay_proj=linears("f_proj", "f_a_proj", "f_b_proj", precise=True),
-            strength_proj=linears("b_proj", precise=True)[0],
-            gate_proj=linears("gate_proj", "g_a_proj", "g_b_proj"),
-            conv=weights.get(f"{name}.conv", self.conv_width * self.delta.channels),
-            decay_rate=weights.take(rate.take_rows(heads)),
-            decay_bias=weights.get(f"{name}.decay_bias", self.inner),
+            inputs=inputs,
+            decay_proj=decay,
+            strength_proj=strength,
+            gate_proj=gate,
+            conv=conv,
+            decay_rate=weights.take(decay_rate),
+            decay_bias=weights.get(f"{name}.decay_bias", inner),
             norm=weights.norm(f"{name}.o_norm", self.head_dim, eps),
-            out_proj=linears("o_proj")[0],
+            out_proj=linear("o_proj", hidden, inner),
             config=self,
         )
-
-    def shapes(self, prefix: str, hidden: int, *, in_features: int) -> Shapes:
-        """Names and shapes of what `build` takes."""
-        name, inner = f"{prefix}.self_attn", self.inner
-        matrices = {f"{part}_proj": (inner, in_features) for part in "qkv"} | {"b_proj": (self.num_heads, in_features)}
-        for part, whole, low_rank in (("f", "f_proj", self.rank), ("g", "gate_proj", self.rank and not self.full_gate)):
-            if low_rank:
-                matrices |= {f"{part}_a_proj": (self.rank, in_features), f"{part}_b_proj": (inner, self.rank)}
-            else:
-                matrices[whole] = (inner, in_features)
-        return {
-            **{f"{name}.{part}.weight": shape for part, shape in matrices.items()},
-            f"{name}.conv": (self.conv_width * self.delta.channels,),
-            f"{name}.decay_rate": (self.num_heads,),
-            f"{name}.decay_bias": (inner,),
-            f"{name}.o_norm.weight": (self.head_dim,),
-            f"{name}.o_proj.weight": (hidden, inner),
-        }
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ Canonical tensors under `{layer}.mamba`: `in_proj.weight` [2 inner + 2 G N + hea
 """
 
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import partial
+from itertools import accumulate, pairwise, starmap
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -19,7 +20,7 @@ from headstart.kernels.ops import Activation, Buffer, Ops, Pool, Weight
 from headstart.kernels.specs import ConvSpec, ScanSpec, StateSpec
 from headstart.layers.linear import Linear, scale
 from headstart.layers.parts import Mixer, MixerConfig
-from headstart.layers.weights import Shapes, Weights
+from headstart.layers.weights import Weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,26 +55,32 @@ class Mamba2Config(MixerConfig):
         """See MixerConfig.build. Steps are never quantized: errors would accumulate over a whole text."""
         name, scan = f"{prefix}.mamba", self.scan
         matrix = weights.raw(f"{name}.in_proj.weight", (self.rows, in_features))
-        bias = weights.raw(f"{name}.in_proj.bias", (self.rows,)) if self.bias else None
-        ends = np.cumsum([0, *self._parts])
-        z, *xbc, dt = (
-            Linear(
-                weights.take(matrix.take_rows(np.arange(begin, end)), precise=bool(end == self.rows)),
-                weights.take(bias.take_rows(np.arange(begin, end))) if bias else None,
-            )
-            for begin, end in pairwise(ends)
+        taps = weights.taps(f"{name}.conv.weight", self.conv)
+        conv_bias = weights.get(f"{name}.conv.bias", scan.channels) if self.conv_bias else None
+        rate, step, skip = (
+            weights.get(f"{name}.{part}", scan.num_heads) for part in ("decay_rate", "step_bias", "skip")
         )
+        norm = None if self.norm == "none" else weights.get(f"{name}.norm.weight", scan.inner)
+        output = weights.get(f"{name}.out_proj.weight", hidden, scan.inner)
+        bias = weights.raw(f"{name}.in_proj.bias", (self.rows,)) if self.bias else None
+
+        def linear(begin: int, end: int) -> Linear:
+            rows = partial(np.arange, begin, end)
+            weight = weights.take(lambda: matrix.take_rows(rows()), precise=end == self.rows)
+            return Linear(weight, weights.take(lambda: bias.take_rows(rows())) if bias else None)
+
+        z, *xbc, dt = starmap(linear, pairwise(accumulate(self._parts, initial=0)))
         return Mamba2(
             z_proj=z,
             xbc_projs=tuple(xbc),
             dt_proj=dt,
-            taps=weights.taps(f"{name}.conv.weight", self.conv),
-            conv_bias=weights.get(f"{name}.conv.bias", scan.channels) if self.conv_bias else None,
-            decay_rate=weights.get(f"{name}.decay_rate", scan.num_heads),
-            step_bias=weights.get(f"{name}.step_bias", scan.num_heads),
-            skip=weights.get(f"{name}.skip", scan.num_heads),
-            norm=None if self.norm == "none" else weights.get(f"{name}.norm.weight", scan.inner),
-            out_proj=weights.linear(f"{name}.out_proj", hidden, scan.inner, bias=self.bias),
+            taps=taps,
+            conv_bias=conv_bias,
+            decay_rate=rate,
+            step_bias=step,
+            skip=skip,
+            norm=norm,
+            out_proj=Linear(output, weights.get(f"{name}.out_proj.bias", hidden) if self.bias else None),
             eps=eps,
             config=self,
         )
@@ -85,20 +92,6 @@ class Mamba2Config(MixerConfig):
         unscaled = set(self.scales[1:4]) == {1.0}
         channels = [self.scan.channels] if unscaled else [self.scan.inner, keys, keys]
         return [self.scan.inner, *channels, self.scan.num_heads]
-
-    def shapes(self, prefix: str, hidden: int, *, in_features: int) -> Shapes:
-        """Names and shapes of what `build` takes."""
-        name, scan = f"{prefix}.mamba", self.scan
-        biases: Shapes = {f"{name}.in_proj.bias": (self.rows,), f"{name}.out_proj.bias": (hidden,)}
-        return {
-            f"{name}.in_proj.weight": (self.rows, in_features),
-            f"{name}.conv.weight": (scan.channels, 1, self.conv_width),
-            **({f"{name}.conv.bias": (scan.channels,)} if self.conv_bias else {}),
-            **{f"{name}.{part}": (scan.num_heads,) for part in ("decay_rate", "step_bias", "skip")},
-            **({} if self.norm == "none" else {f"{name}.norm.weight": (scan.inner,)}),
-            f"{name}.out_proj.weight": (hidden, scan.inner),
-            **(biases if self.bias else {}),
-        }
 
 
 @dataclass(frozen=True)

@@ -13,18 +13,20 @@ Canonical tensors under `{layer}.self_attn`: `q_proj` or `q_a_proj`, `q_a_layern
 `o_proj`, `gate_proj`, `sinks` [heads].
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.kernels.ops import AttentionSpec, Buffer, KVSpec, Ops, Pool, RopeSpec, Weight
+from headstart.kernels.ops import AttentionSpec, Buffer, KVSpec, Ops, Pool, RawTensor, RopeSpec, Weight
 from headstart.layers.indexer import Indexer, IndexerConfig
 from headstart.layers.linear import Linear
 from headstart.layers.norm import RMSNorm
 from headstart.layers.parts import Mixer, MixerConfig
 from headstart.layers.rope import half_split
-from headstart.layers.weights import Shapes, Weights
+from headstart.layers.weights import Weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,56 +76,37 @@ class MLAConfig(MixerConfig):
         """See MixerConfig.build."""
         heads, rank, per_head = self.num_heads, self.query_rank, self.nope + self.rotary
         attn, width = f"{prefix}.self_attn", self.latent + self.rotary
-        name, query_inputs = (f"{attn}.q_b_proj", rank) if rank else (f"{attn}.q_proj", in_features)
-        down = f"{attn}.kv_a_proj_with_mqa"
-        weights.raw(f"{name}.weight", (heads * per_head, query_inputs))  # checks shapes before rows are taken
-        weights.raw(f"{down}.weight", (width, in_features))
-        queries = np.arange(heads * per_head).reshape(heads, per_head)
-        order = half_split(self.rotary, interleaved=self.interleaved)
+        query_down = weights.get(f"{attn}.q_a_proj.weight", rank, in_features) if rank else None
+        name, query_inputs = ("q_b_proj", rank) if rank else ("q_proj", in_features)
+        queries = weights.raw(f"{attn}.{name}.weight", (heads * per_head, query_inputs))
+        latents = weights.raw(f"{attn}.kv_a_proj_with_mqa.weight", (width, in_features))
         keys, values = _absorbed(weights, attn, self)
+        output = weights.get(f"{attn}.o_proj.weight", hidden, heads * self.value)
+        gate = weights.linear(f"{attn}.gate_proj", self.num_gates, in_features) if self.num_gates else None
+        down_bias = weights.get(f"{attn}.q_a_proj.bias", rank) if rank and self.bias else None
+        bias = weights.raw(f"{attn}.kv_a_proj_with_mqa.bias", (width,)) if self.bias else None
+        output_bias = weights.get(f"{attn}.o_proj.bias", hidden) if self.bias else None
+        order = partial(half_split, self.rotary, interleaved=self.interleaved)
+
+        def query_rows(features: NDArray[np.int64]) -> NDArray[np.int64]:
+            return (np.arange(heads)[:, None] * per_head + features).reshape(-1)
+
         return MLA(
-            query_down=weights.linear(f"{attn}.q_a_proj", rank, in_features, bias=self.bias) if rank else None,
-            query_norm=weights.norm(f"{attn}.q_a_layernorm", rank, self.eps) if rank else None,
-            query=_rows(weights, name, heads * per_head, query_inputs, queries[:, : self.nope].reshape(-1)),
-            query_rope=_rows(weights, name, heads * per_head, query_inputs, queries[:, self.nope + order].reshape(-1))
-            if self.rotary
-            else None,
-            latent=_rows(weights, down, width, in_features, np.arange(self.latent), bias=self.bias),
+            latent=_rows(weights, latents, lambda: np.arange(self.latent), bias),
             latent_norm=_latent_norm(weights, f"{attn}.kv_a_layernorm.weight", self),
-            key_rope=_rows(weights, down, width, in_features, self.latent + order, bias=self.bias)
-            if self.rotary
-            else None,
+            key_rope=_rows(weights, latents, lambda: self.latent + order(), bias) if self.rotary else None,
+            query_down=Linear(query_down, down_bias) if rank else None,
+            query_norm=weights.norm(f"{attn}.q_a_layernorm", rank, self.eps) if rank else None,
+            query=_rows(weights, queries, lambda: query_rows(np.arange(self.nope))),
+            query_rope=_rows(weights, queries, lambda: query_rows(self.nope + order())) if self.rotary else None,
             absorb_key=keys,
             absorb_value=values,
-            output=weights.linear(f"{attn}.o_proj", hidden, heads * self.value, bias=self.bias),
+            output=Linear(output, output_bias),
             config=self,
-            gate=weights.linear(f"{attn}.gate_proj", self.num_gates, in_features) if self.num_gates else None,
+            gate=gate,
             sinks=weights.get(f"{attn}.sinks", heads) if self.sinks else None,
             indexer=self.indexer.build(weights, attn, rank, in_features=in_features) if self.indexer else None,
         )
-
-    def shapes(self, prefix: str, hidden: int, *, in_features: int) -> Shapes:
-        """Names and shapes of what `build` takes, with kv_b_proj in one piece."""
-        heads, rank, per_head = self.num_heads, self.query_rank, self.nope + self.rotary
-        width = self.latent + self.rotary
-        matrices: dict[str, tuple[int, int]] = {"q_proj": (heads * per_head, in_features)}
-        if rank:
-            matrices = {"q_a_proj": (rank, in_features), "q_b_proj": (heads * per_head, rank)}
-        matrices |= {
-            "kv_a_proj_with_mqa": (width, in_features),
-            "kv_b_proj": (heads * (self.nope + self.value), self.latent),
-            "o_proj": (hidden, heads * self.value),
-        }
-        if self.num_gates:
-            matrices["gate_proj"] = (self.num_gates, in_features)
-        biased = ("q_a_proj", "kv_a_proj_with_mqa", "o_proj") if self.bias else ()
-        shapes: Shapes = {f"{name}.weight": shape for name, shape in matrices.items()}
-        shapes |= {f"{name}.bias": matrices[name][:1] for name in biased if name in matrices}
-        shapes |= {"kv_a_layernorm.weight": (self.latent,), **({"q_a_layernorm.weight": (rank,)} if rank else {})}
-        shapes |= {"sinks": (heads,)} if self.sinks else {}
-        attn = f"{prefix}.self_attn"
-        shapes = {f"{attn}.{name}": shape for name, shape in shapes.items()}
-        return shapes | (self.indexer.shapes(attn, rank, in_features=in_features) if self.indexer else {})
 
 
 @dataclass(frozen=True)
@@ -193,16 +176,16 @@ class MLA(Mixer):
 
 def _latent_norm(weights: Weights, name: str, config: MLAConfig) -> RMSNorm:
     weight = weights.raw(name, (config.latent,))
-    scaled = weight if config.latent_scale == 1 else weight.affine(config.latent_scale, 0)
-    return RMSNorm(weights.take(scaled), config.eps)
+    factor = config.latent_scale
+    return RMSNorm(weights.take(lambda: weight if factor == 1 else weight.affine(factor, 0)), config.eps)
 
 
 def _rows(
-    weights: Weights, name: str, num_out: int, num_in: int, rows: NDArray[np.int64], *, bias: bool = False
+    weights: Weights, weight: RawTensor, rows: Callable[[], NDArray[np.int64]], bias: RawTensor | None = None
 ) -> Linear:
     """Some rows of a projection."""
-    weight = weights.take(weights.raw(f"{name}.weight", (num_out, num_in)).take_rows(rows))
-    return Linear(weight, weights.take(weights.raw(f"{name}.bias", (num_out,)).take_rows(rows)) if bias else None)
+    taken = weights.take(lambda: weight.take_rows(rows()))
+    return Linear(taken, weights.take(lambda: bias.take_rows(rows())) if bias else None)
 
 
 def _absorbed(weights: Weights, prefix: str, config: MLAConfig) -> tuple[tuple[Weight, ...], tuple[Weight, ...]]:
@@ -211,12 +194,12 @@ def _absorbed(weights: Weights, prefix: str, config: MLAConfig) -> tuple[tuple[W
     if weights.has(f"{prefix}.k_b_proj.weight"):
         k = weights.raw(f"{prefix}.k_b_proj.weight", (heads, latent, nope))
         v = weights.raw(f"{prefix}.v_b_proj.weight", (heads, value, latent))
-        keys = [k.part(h).plain() for h in range(heads)]
-        values = [v.part(h).plain() for h in range(heads)]
-    else:
-        both = weights.raw(f"{prefix}.kv_b_proj.weight", (heads * (nope + value), latent))
-        rows = np.arange(heads * (nope + value)).reshape(heads, nope + value)
-        keys = [both.take_rows(each[:nope]).transposed() for each in rows]
-        values = [both.take_rows(each[nope:]).plain() for each in rows]
-    absorbed = [tuple(weights.take(each, precise=True) for each in parts) for parts in (keys, values)]
-    return absorbed[0], absorbed[1]
+        keys = weights.take_each(lambda: (k.part(h).plain() for h in range(heads)), precise=True)
+        return keys, weights.take_each(lambda: (v.part(h).plain() for h in range(heads)), precise=True)
+    both = weights.raw(f"{prefix}.kv_b_proj.weight", (heads * (nope + value), latent))
+
+    def of_heads(begin: int, size: int) -> Iterator[RawTensor]:
+        return (both.take_rows(np.arange(size) + h * (nope + value) + begin) for h in range(heads))
+
+    keys = weights.take_each(lambda: (each.transposed() for each in of_heads(0, nope)), precise=True)
+    return keys, weights.take_each(lambda: (each.plain() for each in of_heads(nope, value)), precise=True)

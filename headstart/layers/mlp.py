@@ -3,14 +3,12 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
 from headstart.kernels.ops import Activation, Buffer, Ops, Weight
 from headstart.kernels.specs import StreamSpec
 from headstart.layers.costs import NO_EXPERTS, RoutedExperts
 from headstart.layers.linear import Linear, scale
 from headstart.layers.norm import RMSNorm
-from headstart.layers.weights import Shapes, Weights
+from headstart.layers.weights import Weights
 
 TINY = 1e-15  # added to the mean square, so that rows of zeros stay zeros
 ONE_STREAM = StreamSpec(1, 0, 0.0)
@@ -40,7 +38,7 @@ def scale_rows(ops: Ops, x: Buffer, factors: Buffer) -> Buffer:
 
 def build_magnitude(weights: Weights, width: int) -> Magnitude:
     """The Magnitude of rows [R, width]."""
-    mean = weights.constant(f"mean of {width}", np.full((1, width), 1 / width))
+    mean = weights.filled(1 / width, 1, width)
     return Magnitude(weights.unweighted_norm(width, TINY), Linear(mean))
 
 
@@ -62,25 +60,14 @@ class MLPConfig:
 
     def build(self, weights: Weights, prefix: str, hidden: int) -> "GatedMLP | MLP":
         """See FeedForwardConfig.build."""
-        parts = {
-            name: weights.linear(f"{prefix}.{name}", *shape, bias=self.bias)
-            for name, shape in self._matrices(hidden).items()
-        }
+        names = ("gate_proj", "up_proj") if self.gated else ("up_proj",)
+        sizes = {**dict.fromkeys(names, (self.inner, hidden)), "down_proj": (hidden, self.inner)}
+        parts = weights.linears(prefix, sizes, bias=self.bias)
         if self.gated:
             gate, up, down = parts["gate_proj"], parts["up_proj"], parts["down_proj"]
             topk = None if self.cutoff is None else build_gaussian_topk(weights, self.inner, self.cutoff)
             return GatedMLP(gate, up, down, self.activation, self.gate_scale, self.output_scale, topk)
         return MLP(parts["up_proj"], parts["down_proj"], self.activation)
-
-    def shapes(self, prefix: str, hidden: int) -> Shapes:
-        """Names and shapes of what `build` takes."""
-        matrices = self._matrices(hidden)
-        shapes: Shapes = {f"{prefix}.{name}.weight": shape for name, shape in matrices.items()}
-        return shapes | ({f"{prefix}.{name}.bias": each[:1] for name, each in matrices.items()} if self.bias else {})
-
-    def _matrices(self, hidden: int) -> dict[str, tuple[int, int]]:
-        up, down = (self.inner, hidden), (hidden, self.inner)
-        return {**({"gate_proj": up} if self.gated else {}), "up_proj": up, "down_proj": down}
 
 
 @dataclass(frozen=True)
@@ -98,8 +85,7 @@ class GaussianTopK:
 
 def build_gaussian_topk(weights: Weights, width: int, cutoff: float) -> GaussianTopK:
     """The GaussianTopK of rows [R, width]."""
-    threshold = weights.constant(f"{width} times {-cutoff}", np.full(width, -cutoff))
-    return GaussianTopK(build_magnitude(weights, width), threshold)
+    return GaussianTopK(build_magnitude(weights, width), weights.filled(-cutoff, width))
 
 
 @dataclass(frozen=True)

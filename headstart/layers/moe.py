@@ -7,8 +7,10 @@ by one (`experts.{e}.gate_proj.weight`, up_proj, down_proj) or stacked (`experts
 experts that read L columns (LatentMoE of Nemotron 3), `latent_norm.weight` [L] before the second (Kimi-K3).
 """
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -22,7 +24,8 @@ from headstart.layers.linear import Linear
 from headstart.layers.mlp import MLPConfig
 from headstart.layers.norm import RMSNorm
 from headstart.layers.parts import FeedForward
-from headstart.layers.weights import Shapes, Weights
+from headstart.layers.shapes import shapes_of
+from headstart.layers.weights import Weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,25 +50,24 @@ class MoEConfig:
 
     def routed_experts(self, hidden: int) -> RoutedExperts:
         """Sizes of the experts that have matrices; identity experts reduce the active ones in proportion."""
-        router, one = self.router, self._expert.shapes("expert", self.latent or hidden)
+        router = self.router
+        one = shapes_of(lambda weights: self._expert.build(weights, "expert", self.latent or hidden))
         active = max(round(router.top_k * router.num_matrices / router.num_experts), 1)
         return RoutedExperts(count=router.num_matrices, active=active, weights=num_elements(one))
 
     def build(self, weights: Weights, prefix: str, hidden: int) -> "MoE":
         """See FeedForwardConfig.build. Raises ModelError for missing tensors."""
-        count, gate = self.router.num_experts, f"{prefix}.shared_expert_gate.weight"
+        count, gate = self.router.num_experts, f"{prefix}.gate"
+        router = weights.get(f"{gate}.weight", count, hidden, precise=True)
+        bias = weights.get(f"{gate}.e_score_correction_bias", count) if self.bias else None
+        table = self._table(weights, f"{gate}.table") if self.table else None
+        router_bias = weights.get(f"{gate}.bias", count) if self.biases else None
+        experts = raw_experts(weights, f"{prefix}.experts", self.latent or hidden, self)
         return MoE(
-            router=Linear(
-                weights.get(f"{prefix}.gate.weight", count, hidden, precise=True),
-                weights.get(f"{prefix}.gate.bias", count) if self.biases else None,
-            ),
-            experts=read_experts(weights, f"{prefix}.experts", self.latent or hidden, self),
+            router=Linear(router, router_bias),
+            experts=build_experts(weights, experts, self.activation),
             spec=self.router,
-            bias=weights.get(f"{prefix}.gate.e_score_correction_bias", count) if self.bias else None,
-            shared=self._shared().build(weights, f"{prefix}.shared_experts", hidden) if self.shared else None,
-            shared_gate=Linear(weights.take(weights.raw(gate, (1, hidden), (hidden,)).shaped(1, hidden), precise=True))
-            if self.shared_gate
-            else None,
+            bias=bias,
             latent=(
                 weights.linear(f"{prefix}.fc1_latent_proj", self.latent, hidden),
                 weights.linear(f"{prefix}.fc2_latent_proj", hidden, self.latent),
@@ -75,41 +77,28 @@ class MoEConfig:
             latent_norm=weights.norm(f"{prefix}.latent_norm", self.latent, self.latent_eps)
             if self.latent_eps
             else None,
-            table=self._table(weights, f"{prefix}.gate.table"),
+            shared=self._shared().build(weights, f"{prefix}.shared_experts", hidden) if self.shared else None,
+            shared_gate=self._shared_gate(weights, f"{prefix}.shared_expert_gate.weight", hidden),
+            table=table,
         )
 
-    def _table(self, weights: Weights, name: str) -> Weight | None:
-        if not self.table:
+    def _shared_gate(self, weights: Weights, name: str, hidden: int) -> Linear | None:
+        if not self.shared_gate:
             return None
-        table = weights.raw(name, (self.table, self.router.top_k))
-        whole = isinstance(table, Tensor) and table.dtype in ("I64", "I32")
-        ids = table.numpy() if isinstance(table, Tensor) and whole else table.float32()
-        if not ((ids >= 0) & (ids < self.router.num_experts)).all():
-            raise ModelError(f"{weights.source}: {name} names experts beyond {self.router.num_experts}")
-        return weights.backend.index(ids.astype(np.int64).reshape(-1))
+        gate = weights.raw(name, (1, hidden), (hidden,))
+        return Linear(weights.take(lambda: gate.shaped(1, hidden), precise=True))
 
-    def shapes(self, prefix: str, hidden: int) -> Shapes:
-        """Names (experts one by one) and shapes of what `build` takes."""
-        count = self.router.num_experts
-        shapes: Shapes = {f"{prefix}.gate.weight": (count, hidden)}
-        if self.bias:
-            shapes[f"{prefix}.gate.e_score_correction_bias"] = (count,)
-        if self.table:
-            shapes[f"{prefix}.gate.table"] = (self.table, self.router.top_k)
-        if self.biases:
-            shapes[f"{prefix}.gate.bias"] = (count,)
-        for expert in range(self.router.num_matrices):
-            shapes |= self._expert.shapes(f"{prefix}.experts.{expert}", self.latent or hidden)
-        if self.latent:
-            shapes[f"{prefix}.fc1_latent_proj.weight"] = (self.latent, hidden)
-            shapes[f"{prefix}.fc2_latent_proj.weight"] = (hidden, self.latent)
-        if self.latent_eps:
-            shapes[f"{prefix}.latent_norm.weight"] = (self.latent,)
-        if self.shared:
-            shapes |= self._shared().shapes(f"{prefix}.shared_experts", hidden)
-        if self.shared_gate:
-            shapes[f"{prefix}.shared_expert_gate.weight"] = (1, hidden)
-        return shapes
+    def _table(self, weights: Weights, name: str) -> Weight:
+        table = weights.raw(name, (self.table, self.router.top_k))
+
+        def ids() -> NDArray[np.int64]:
+            whole = isinstance(table, Tensor) and table.dtype in ("I64", "I32")
+            found = table.numpy() if isinstance(table, Tensor) and whole else table.float32()
+            if not ((found >= 0) & (found < self.router.num_experts)).all():
+                raise ModelError(f"{weights.source}: {name} names experts beyond {self.router.num_experts}")
+            return found.astype(np.int64).reshape(-1)
+
+        return weights.index(ids)
 
     @property
     def _expert(self) -> MLPConfig:
@@ -154,41 +143,37 @@ class MoE:
         return up(ops, self.latent_norm(ops, y) if self.latent_norm else y)
 
 
-def read_experts(
-    weights: Weights, prefix: str, hidden: int, config: MoEConfig, factors: NDArray[np.float32] | None = None
-) -> Experts:
-    """The experts' matrices in any of the layouts above; `factors` [E] multiply the output of each."""
+def raw_experts(weights: Weights, prefix: str, hidden: int, config: MoEConfig) -> dict[str, Iterable[RawTensor]]:
+    """The experts' matrices and biases by field of Experts, in any of the layouts above."""
     count, inner = config.router.num_matrices, config.inner
     shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
     if not config.gated:
         del shapes["gate"]
-    parts: dict[str, Iterator[RawTensor]]
+    stacks: dict[str, Iterable[RawTensor]] = {}
     if weights.has(f"{prefix}.gate_up_proj"):
         both = weights.raw(f"{prefix}.gate_up_proj", (count, 2 * inner, hidden))
-        parts = {
+        stacks = {
             "gate": _items(both, np.arange(inner)),
             "up": _items(both, np.arange(inner, 2 * inner)),
             "down": _items(weights.raw(f"{prefix}.down_proj", (count, hidden, inner))),
         }
     elif weights.has(f"{prefix}.up_proj.weight"):
-        parts = {
+        stacks = {
             name: _items(weights.raw(f"{prefix}.{name}_proj.weight", (count, *shape))) for name, shape in shapes.items()
         }
-    else:
-        parts = {
-            name: map(weights.raw, [f"{prefix}.{e}.{name}_proj.weight" for e in range(count)], [shape] * count)
-            for name, shape in shapes.items()
-        }
-    if factors is not None:
-        parts["down"] = (each.affine(float(factor), 0) for each, factor in zip(parts["down"], factors, strict=True))
-    taken = {name: tuple(map(weights.take, parts[name])) for name in shapes}
-    biased = range(count if config.biases else 0)
-    biases = {
-        name: tuple(weights.get(f"{prefix}.{e}.{name}_proj.bias", shape[0]) for e in biased)
-        for name, shape in shapes.items()
-    }
-    gate, up, down = (taken.get(name, ()) for name in ("gate", "up", "down"))
-    return Experts(gate, up, down, config.activation, *(biases.get(name, ()) for name in ("gate", "up", "down")))
+    single = defaultdict[str, list[RawTensor]](list)
+    for expert in range(count):
+        for name, shape in () if stacks else shapes.items():
+            single[name].append(weights.raw(f"{prefix}.{expert}.{name}_proj.weight", shape))
+        for name, shape in shapes.items() if config.biases else ():
+            single[f"{name}_bias"].append(weights.raw(f"{prefix}.{expert}.{name}_proj.bias", shape[:1]))
+    return {"gate": (), **stacks, **single}
+
+
+def build_experts(weights: Weights, parts: Mapping[str, Iterable[RawTensor]], activation: Activation) -> Experts:
+    """Converts the parts of `raw_experts`."""
+    taken = {name: weights.take_each(partial(iter, each)) for name, each in parts.items()}
+    return Experts(**taken, activation=activation)
 
 
 def _items(stack: RawTensor, rows: NDArray[np.int64] | None = None) -> Iterator[RawTensor]:

@@ -21,13 +21,14 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headstart.kernels.ops import Buffer, Ops, Pool, Weight
 from headstart.kernels.specs import ConvSpec, NGramSpec
 from headstart.layers.linear import Linear
 from headstart.layers.norm import GroupedRMSNorm
 from headstart.layers.streams import repeat_streams
-from headstart.layers.weights import Shapes, Weights
+from headstart.layers.weights import Weights
 
 LEAST = 1e-6  # of |g|
 NUMBERS = "token_numbers"  # name of the tensor of each token's number
@@ -54,47 +55,38 @@ class NGramMemoryConfig:
     def build(self, weights: Weights, prefix: str, hidden: int, eps: float) -> "NGramMemory":
         """Builds it from the tensors under `prefix` (no trailing dot). eps: of norms."""
         wide, features = self.streams * hidden, self.width * len(self.spec.sizes)
-        sums = np.kron(np.eye(self.streams), np.full(hidden, hidden**-0.5))
-        norms = {
-            name: GroupedRMSNorm(weights.get(f"{prefix}.{name}_norm.weight", wide), eps, self.streams)
-            for name in self._norms
-        }
         spec, numbers = self.spec, None
         if self.normalized:
-            values = weights.raw(NUMBERS, (self.normalized[0], 1)).float32().reshape(-1).astype(np.int64)
-            spec, numbers = replace(spec, end=int(values[spec.end])), weights.backend.index(values)
+            stored = weights.unlisted(NUMBERS, self.normalized[0], 1).float32().reshape(-1)
+            spec, numbers = replace(spec, end=int(stored[spec.end])), weights.index(lambda: stored.astype(np.int64))
         tokens, *conv = self.state_specs(hidden)
+
+        def norm(name: str) -> GroupedRMSNorm:
+            return GroupedRMSNorm(weights.get(f"{prefix}.{name}_norm.weight", wide), eps, self.streams)
+
         return NGramMemory(
             config=self, spec=spec, numbers=numbers, state_specs=(tokens, *conv),
             table=weights.get(f"{prefix}.embed_tokens.weight", self.rows, self.width),
-            last=weights.constant(f"last {tokens.width} tokens", np.fliplr(np.eye(tokens.width)).reshape(-1)),
+            last=weights.constant(f"last {tokens.width} tokens", lambda: np.fliplr(np.eye(tokens.width)).reshape(-1)),
             key_proj=weights.linear(f"{prefix}.key_proj", wide, features),
             value_proj=weights.linear(f"{prefix}.value_proj", hidden, features),
-            key_norm=norms["key"], query_norm=norms["query"], conv_norm=norms.get("conv"),
-            sums=Linear(weights.constant(f"sums of {self.streams} streams", sums)),
+            key_norm=norm("key"), query_norm=norm("query"), conv_norm=norm("conv") if conv else None,
+            sums=Linear(weights.constant(
+                f"sums of {self.streams} streams",
+                lambda: np.kron(np.eye(self.streams), np.full(hidden, hidden**-0.5)),
+            )),
             taps=self._taps(weights, f"{prefix}.conv1d", conv[0]) if conv else None,
         )  # fmt: skip
 
     def _taps(self, weights: Weights, name: str, spec: ConvSpec) -> Weight:
-        kernel = weights.raw(f"{name}.weight", (spec.channels, 1, self.taps)).float32()
-        taps = np.zeros((spec.width, spec.channels))
-        taps[:: self.dilation] = kernel.reshape(spec.channels, self.taps).T
-        return weights.constant(f"{name}.taps", taps.reshape(-1))
+        kernel = weights.raw(f"{name}.weight", (spec.channels, 1, self.taps))
 
-    @property
-    def _norms(self) -> tuple[str, ...]:
-        return ("key", "query", "conv") if self.taps else ("key", "query")
+        def dilated() -> NDArray[np.float64]:
+            taps = np.zeros((spec.width, spec.channels))
+            taps[:: self.dilation] = kernel.float32().reshape(spec.channels, self.taps).T
+            return taps.reshape(-1)
 
-    def shapes(self, prefix: str, hidden: int) -> Shapes:
-        """Names and shapes of what `build` takes."""
-        wide, features = self.streams * hidden, self.width * len(self.spec.sizes)
-        return {
-            f"{prefix}.embed_tokens.weight": (self.rows, self.width),
-            f"{prefix}.key_proj.weight": (wide, features),
-            f"{prefix}.value_proj.weight": (hidden, features),
-            **{f"{prefix}.{name}_norm.weight": (wide,) for name in self._norms},
-            **({f"{prefix}.conv1d.weight": (wide, 1, self.taps)} if self.taps else {}),
-        }
+        return weights.constant(f"{name}.taps", dilated)
 
 
 @dataclass(frozen=True)

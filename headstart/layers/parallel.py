@@ -12,20 +12,21 @@ MLP's under `{layer}.mlp`; under `{layer}`: `router.{proj.weight,scale,per_exper
 `pre_feedforward_layernorm`, `pre_feedforward_layernorm_2`, `post_feedforward_layernorm_{1,2}`.
 """
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import ClassVar
 
-from headstart.kernels.ops import AttentionSpec, Buffer, Experts, KVSpec, Ops, Pool, RouterSpec
+from headstart.kernels.ops import AttentionSpec, Buffer, Experts, KVSpec, Ops, Pool, RawTensor, RouterSpec
 from headstart.kernels.specs import StateSpec
 from headstart.layers.attention import Attention, AttentionConfig
 from headstart.layers.costs import RoutedExperts
 from headstart.layers.linear import Linear, scale
 from headstart.layers.mamba2 import Mamba2, Mamba2Config
 from headstart.layers.mlp import MLPConfig
-from headstart.layers.moe import MoEConfig, read_experts
+from headstart.layers.moe import MoEConfig, build_experts, raw_experts
 from headstart.layers.norm import RMSNorm
 from headstart.layers.parts import FeedForward, Mixer, MixerConfig, split_pools
-from headstart.layers.weights import Shapes, Weights
+from headstart.layers.weights import Weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +62,6 @@ class ParallelMixersConfig(MixerConfig):
             mamba=self.mamba.build(weights, prefix, hidden, eps=eps, in_features=in_features),
             config=self,
         )
-
-    def shapes(self, prefix: str, hidden: int, *, in_features: int) -> Shapes:
-        """Names and shapes of what `build` takes."""
-        attention, mamba = (
-            part.shapes(prefix, hidden, in_features=in_features) for part in (self.attention, self.mamba)
-        )
-        return attention | mamba
 
 
 @dataclass(frozen=True)
@@ -109,33 +103,27 @@ class ParallelMoEConfig:
     def build(self, weights: Weights, prefix: str, hidden: int) -> "ParallelMoE":
         """See FeedForwardConfig.build; `prefix` is that of the layer's MLP."""
         layer, count = prefix.rpartition(".")[0], self.experts.router.num_experts
-        scale = weights.raw(f"{layer}.router.scale", (hidden,)).affine(hidden**-0.5, 0)
-        factors = weights.raw(f"{layer}.router.per_expert_scale", (count,)).float32()
+        mlp = self.mlp.build(weights, prefix, hidden)
+        experts = raw_experts(weights, f"{layer}.experts", hidden, self.experts)
         norms = {name: weights.norm(f"{layer}.{name}", hidden, self.eps) for name in NORMS}
+        router = weights.get(f"{layer}.router.proj.weight", count, hidden, precise=True)
+        scale = weights.raw(f"{layer}.router.scale", (hidden,))
+        factors = weights.raw(f"{layer}.router.per_expert_scale", (count,))
+
+        def scaled_down() -> Iterator[RawTensor]:
+            return (each.affine(float(by), 0) for each, by in zip(experts["down"], factors.float32(), strict=True))
+
         return ParallelMoE(
             mlp_norm=norms[NORMS[0]],
             mlp_output_norm=norms[NORMS[1]],
             experts_norm=norms[NORMS[2]],
             experts_output_norm=norms[NORMS[3]],
-            mlp=self.mlp.build(weights, prefix, hidden),
-            router_norm=RMSNorm(weights.take(scale, precise=True), self.eps),
-            router=Linear(weights.get(f"{layer}.router.proj.weight", count, hidden, precise=True)),
-            experts=read_experts(weights, f"{layer}.experts", hidden, self.experts, factors),
+            mlp=mlp,
+            router_norm=RMSNorm(weights.take(lambda: scale.affine(hidden**-0.5, 0), precise=True), self.eps),
+            router=Linear(router),
+            experts=build_experts(weights, {**experts, "down": scaled_down()}, self.experts.activation),
             spec=self.experts.router,
         )
-
-    def shapes(self, prefix: str, hidden: int) -> Shapes:
-        """Names (experts one by one) and shapes of what `build` takes."""
-        layer, count = prefix.rpartition(".")[0], self.experts.router.num_experts
-        routed = replace(self.experts, bias=False, shared=0).shapes(layer, hidden)
-        return {
-            **self.mlp.shapes(prefix, hidden),
-            **{name: shape for name, shape in routed.items() if ".experts." in name},
-            **{f"{layer}.{name}.weight": (hidden,) for name in NORMS},
-            f"{layer}.router.proj.weight": (count, hidden),
-            f"{layer}.router.scale": (hidden,),
-            f"{layer}.router.per_expert_scale": (count,),
-        }
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol
 from headstart.kernels.ops import AttentionSpec, Buffer, KVSpec, Ops, Pool
 from headstart.kernels.specs import CompressSpec, ConvSpec, DeltaSpec, IndexSpec, StateSpec
 from headstart.layers.costs import NO_EXPERTS, MixerCost, RoutedExperts
-from headstart.layers.weights import Shapes, Weights
+from headstart.layers.weights import Weights
 
 
 def join_pools(pools: Sequence[Pool]) -> Pool:
@@ -50,11 +50,8 @@ class MixerConfig:
         return ()
 
     def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, in_features: int) -> "Mixer":
-        """Builds the mixer of `prefix` (no trailing dot). `in_features`: columns of its input; `eps`: of norms."""
-        raise NotImplementedError
-
-    def shapes(self, prefix: str, hidden: int, *, in_features: int) -> Shapes:
-        """Names and shapes of what `build` takes."""
+        """Builds the mixer of `prefix` (no trailing dot). `in_features`: columns of its input; `eps`: of norms. Runs
+        without a checkpoint, too (layers/shapes.py): all that depends on values is in callables of Weights."""
         raise NotImplementedError
 
     def cost(self, weights: int, source: "MixerConfig | None" = None) -> MixerCost:
@@ -133,9 +130,6 @@ class FeedForwardConfig(Protocol):
     def build(self, weights: Weights, prefix: str, hidden: int) -> FeedForward:
         """Builds it from the tensors under `prefix` (no trailing dot)."""
 
-    def shapes(self, prefix: str, hidden: int) -> Shapes:
-        """Names and shapes of what `build` takes."""
-
 
 class PostBlock(Protocol):
     """A part after the feed-forward part that reads the token id (per-layer embeddings)."""
@@ -149,9 +143,6 @@ class PostBlockConfig(Protocol):
 
     def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float) -> PostBlock:
         """Builds it from the tensors under `prefix` (no trailing dot) and tensors that layers share."""
-
-    def shapes(self, prefix: str, hidden: int) -> Shapes:
-        """Names and shapes of what `build` takes."""
 
 
 @dataclass(frozen=True)
@@ -167,9 +158,6 @@ class EmptyMixer(MixerConfig, Mixer):
     def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, in_features: int) -> Mixer:
         return self
 
-    def shapes(self, prefix: str, hidden: int, *, in_features: int) -> Shapes:
-        return {}
-
 
 @dataclass(frozen=True)
 class EmptyFeedForward:
@@ -182,9 +170,6 @@ class EmptyFeedForward:
 
     def build(self, weights: Weights, prefix: str, hidden: int) -> FeedForward:
         return self
-
-    def shapes(self, prefix: str, hidden: int) -> Shapes:
-        return {}
 
     def __call__(self, ops: Ops, x: Buffer, token_ids: Buffer = None) -> Buffer:
         raise NotImplementedError

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from headstart.kernels.ops import Activation, Buffer, Ops, Weight
+from headstart.kernels.ops import Activation, Buffer, Ops, RawTensor, Weight
 from headstart.layers.linear import Linear
 from headstart.layers.norm import RMSNorm
-from headstart.layers.weights import Shapes, Weights
+from headstart.layers.weights import Weights
 
 TABLE, PROJECTION, NORM = (
     f"{name}.weight" for name in ("embed_tokens_per_layer", "per_layer_model_projection", "per_layer_projection_norm")
@@ -39,35 +39,28 @@ class PerLayerConfig:
 
     def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float) -> "PerLayer":
         """Builds it from its part of the shared tensors and its own tensors under `prefix` (no trailing dot)."""
-        shapes, width = self.shapes(prefix, hidden), self.width
-        table = weights.raw(TABLE, shapes[TABLE]).shaped(self.vocab_size * self.count, width)
-        tokens = np.concatenate((np.arange(self.vocab_size), np.zeros(self.num_extra_tokens, np.int64)))
-        rows = tokens * self.count + self.index
-        projection = weights.raw(PROJECTION, shapes[PROJECTION])
-        part = np.arange(self.index * width, (self.index + 1) * width, dtype=np.int64)
-        # The factors around the norm are folded into its weight and epsilon.
-        norm = weights.raw(NORM, shapes[NORM]).affine(math.sqrt(0.5), 0)
+        width, wide = self.width, self.count * self.width
+        table = weights.raw(TABLE, (self.vocab_size, wide))
+        projection, norm = weights.raw(PROJECTION, (wide, hidden)), weights.raw(NORM, (width,))
+
+        def own_table() -> RawTensor:
+            tokens = np.concatenate((np.arange(self.vocab_size), np.zeros(self.num_extra_tokens, np.int64)))
+            return table.shaped(self.vocab_size * self.count, width).take_rows(tokens * self.count + self.index)
+
+        def own_projection() -> RawTensor:
+            return projection.take_rows(np.arange(self.index * width, (self.index + 1) * width, dtype=np.int64))
+
         return PerLayer(
-            table=weights.take(table.take_rows(rows)),
-            projection=Linear(weights.take(projection.take_rows(part))),
-            norm=RMSNorm(weights.take(norm), eps * hidden),
+            table=weights.take(own_table),
+            projection=Linear(weights.take(own_projection)),
+            # The factors around the norm are folded into its weight and epsilon.
+            norm=RMSNorm(weights.take(lambda: norm.affine(math.sqrt(0.5), 0)), eps * hidden),
             scale=math.sqrt(width / 2),
             gate=weights.linear(f"{prefix}.per_layer_input_gate", width, hidden),
             output=weights.linear(f"{prefix}.per_layer_projection", hidden, width),
             output_norm=weights.norm(f"{prefix}.post_per_layer_input_norm", hidden, eps),
             activation=self.activation,
         )
-
-    def shapes(self, prefix: str, hidden: int) -> Shapes:
-        """Names and shapes of what `build` takes."""
-        return {
-            TABLE: (self.vocab_size, self.count * self.width),
-            PROJECTION: (self.count * self.width, hidden),
-            NORM: (self.width,),
-            f"{prefix}.per_layer_input_gate.weight": (self.width, hidden),
-            f"{prefix}.per_layer_projection.weight": (hidden, self.width),
-            f"{prefix}.post_per_layer_input_norm.weight": (hidden,),
-        }
 
 
 @dataclass(frozen=True)

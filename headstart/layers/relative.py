@@ -22,7 +22,7 @@ from headstart.layers.decoder import DecoderLayer, ForwardState, LayerConfig
 from headstart.layers.linear import Linear
 from headstart.layers.norm import RMSNorm
 from headstart.layers.parts import Mixer, MixerConfig
-from headstart.layers.weights import Shapes, Weights
+from headstart.layers.weights import Weights
 
 
 @dataclass(frozen=True)
@@ -75,35 +75,22 @@ class RelativeConfig(MixerConfig):
     def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, in_features: int) -> Relative:
         """See MixerConfig.build."""
         name, heads, dim = f"{prefix}.self_attn", self.spec.num_heads, self.spec.head_dim
-        table = weights.raw(f"{name}.rel_logits_proj.proj", (self.features, self.extent)).transposed()
-        linears = {
-            part: weights.linear(f"{name}.{part}_proj", *shape) for part, shape in self._linears(in_features).items()
-        }
+        keys = self.spec.num_kv_heads * dim
+        rows = {"q": heads * dim, "k": keys, "v": keys, "r": heads * self.features}
+        linears = {part: weights.linear(f"{name}.{part}_proj", size, in_features) for part, size in rows.items()}
+        output = weights.linear(f"{name}.o_proj", self.hidden, heads * dim)
+        table = weights.raw(f"{name}.rel_logits_proj.proj", (self.features, self.extent))
+        q_norm, k_norm = (weights.norm(f"{name}.{part}_norm", dim, eps) for part in "qk")
         k_conv, v_conv, out_conv, _ = (
             build_convolution(weights, f"{prefix}.{each}", spec) for each, spec in self.convs.items()
         )
         return Relative(
-            **linears,
-            q_norm=weights.norm(f"{name}.q_norm", dim, eps), k_norm=weights.norm(f"{name}.k_norm", dim, eps),
-            profiles=(weights.take(table.take_rows(np.arange(self.extent)[::-1].copy()), precise=True),) * heads,
+            **linears, o=output, q_norm=q_norm, k_norm=k_norm,
+            profile=weights.take(
+                lambda: table.transposed().take_rows(np.arange(self.extent)[::-1].copy()), precise=True
+            ),
             k_conv=k_conv, v_conv=v_conv, out_conv=out_conv, config=self,
         )  # fmt: skip
-
-    def shapes(self, prefix: str, hidden: int, *, in_features: int) -> Shapes:
-        """Names and shapes of what `build` and the layer take."""
-        name = f"{prefix}.self_attn"
-        return {
-            **{f"{name}.{part}_proj.weight": shape for part, shape in self._linears(in_features).items()},
-            f"{name}.rel_logits_proj.proj": (self.features, self.extent),
-            **{f"{name}.{part}_norm.weight": (self.spec.head_dim,) for part in "qk"},
-            **{f"{prefix}.{part}.weight": (spec.channels, 1, spec.width) for part, spec in self.convs.items()},
-        }
-
-    def _linears(self, in_features: int) -> dict[str, tuple[int, int]]:
-        heads, dim = self.spec.num_heads, self.spec.head_dim
-        rows = {"q": heads * dim, "k": self.spec.num_kv_heads * dim, "v": self.spec.num_kv_heads * dim}
-        inputs = {part: (size, in_features) for part, size in {**rows, "r": heads * self.features}.items()}
-        return {**inputs, "o": (self.hidden, heads * dim)}
 
 
 @dataclass(frozen=True)
@@ -117,7 +104,7 @@ class Relative(Mixer):
     o: Linear
     q_norm: RMSNorm
     k_norm: RMSNorm
-    profiles: tuple[Weight, ...]  # of each head [extent, features], the farthest first
+    profile: Weight  # of each head [extent, features], the farthest first
     k_conv: Convolution
     v_conv: Convolution
     out_conv: Convolution
@@ -126,7 +113,7 @@ class Relative(Mixer):
     def __call__(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> Buffer:
         kv, k_pool, v_pool, out_pool, _ = convolution_pools(pool)
         q, k, v, r = (linear(ops, x) for linear in (self.q, self.k, self.v, self.r))
-        bias = ops.head_linear(r, self.profiles)
+        bias = ops.head_linear(r, (self.profile,) * self.config.spec.num_heads)
         k = self.k_norm(ops, self.k_conv(ops, k, k_pool))
         ops.store_kv(k, self.v_conv(ops, v, v_pool), kv, self.config.spec)
         attended = ops.attend(self.q_norm(ops, q), kv, self.config.spec, bias=bias)

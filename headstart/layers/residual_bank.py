@@ -18,7 +18,7 @@ from headstart.kernels.ops import Buffer, Ops, Pool, Weight
 from headstart.kernels.specs import StreamSpec
 from headstart.layers.decoder import DecoderLayer, ForwardState, LayerConfig
 from headstart.layers.norm import RMSNorm
-from headstart.layers.weights import Shapes, Weights
+from headstart.layers.weights import Weights
 
 PARTS, END = ("self_attention_res", "mlp_res"), "output_attn_res"
 
@@ -60,11 +60,6 @@ def build_mixture(weights: Weights, name: str, hidden: int, eps: float, count: i
     )
 
 
-def mixture_shapes(name: str, hidden: int) -> Shapes:
-    """Names and shapes of what `build_mixture` takes."""
-    return {f"{name}_norm.weight": (hidden,), f"{name}_proj.weight": (1, hidden)}
-
-
 @dataclass(frozen=True)
 class ResidualBankConfig:
     """The sums of all layers."""
@@ -79,10 +74,6 @@ class ResidualBankConfig:
 
     def build(self, weights: Weights, hidden: int, eps: float) -> ResidualBank:
         return ResidualBank(build_mixture(weights, END, hidden, eps, self.num_sums(self.num_layers)))
-
-    def shapes(self, hidden: int) -> Shapes:
-        """Names and shapes of what `build` takes."""
-        return mixture_shapes(END, hidden)
 
 
 @dataclass(frozen=True)
@@ -130,12 +121,6 @@ class BankLayerConfig(LayerConfig):
             ),
             begins=self.begins,
         )
-
-    def shapes(self, prefix: str, hidden: int, *, in_features: int | None = None) -> Shapes:
-        shapes = super().shapes(prefix, hidden, in_features=in_features)
-        for part in PARTS:
-            shapes |= mixture_shapes(f"{prefix}.{part}", hidden)
-        return shapes
 
 
 @dataclass(frozen=True, kw_only=True)

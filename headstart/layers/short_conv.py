@@ -15,7 +15,7 @@ from headstart.kernels.ops import Buffer, Ops, Pool, Weight
 from headstart.kernels.specs import ConvSpec, StateSpec
 from headstart.layers.linear import Linear
 from headstart.layers.parts import Mixer, MixerConfig
-from headstart.layers.weights import Shapes, Weights
+from headstart.layers.weights import Weights
 
 
 @dataclass(frozen=True)
@@ -38,20 +38,15 @@ class ShortConvConfig(MixerConfig):
         """See MixerConfig.build."""
         name = f"{prefix}.conv"
         three = weights.raw(f"{name}.in_proj.weight", (3 * hidden, in_features))
-        b, c, x = (Linear(weights.take(three.take_rows(np.arange(hidden) + i * hidden))) for i in range(3))
+
+        def part(i: int) -> Linear:
+            return Linear(weights.take(lambda: three.take_rows(np.arange(hidden) + i * hidden)))
+
         return ShortConv(
-            b_proj=b, c_proj=c, x_proj=x,
+            b_proj=part(0), c_proj=part(1), x_proj=part(2),
             taps=weights.taps(f"{name}.conv.weight", self.conv),
             out_proj=weights.linear(f"{name}.out_proj", hidden, hidden), config=self,
         )  # fmt: skip
-
-    def shapes(self, prefix: str, hidden: int, *, in_features: int) -> Shapes:
-        """Names and shapes of what `build` takes."""
-        return {
-            f"{prefix}.conv.in_proj.weight": (3 * hidden, in_features),
-            f"{prefix}.conv.conv.weight": (hidden, 1, self.conv_width),
-            f"{prefix}.conv.out_proj.weight": (hidden, hidden),
-        }
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from headstart.kernels.ops import Buffer, Ops, Weight
 from headstart.kernels.specs import StreamSpec
 from headstart.layers.linear import Linear
 from headstart.layers.norm import GroupedRMSNorm, RMSNorm
-from headstart.layers.weights import Shapes, Weights
+from headstart.layers.weights import Weights
 
 DOWN, UP, INJECT = "input_mix_weight_down", "input_mix_weight_up", "block_inject_weight"
 
@@ -134,51 +134,36 @@ def build_hyper_connection(
     wide = spec.count * hidden
     if spec.gate_rank:
         return _build_gated(weights, prefix, wide, spec, eps, last=last)
-    shapes = hyper_connection_shapes(prefix, hidden, spec, last=last)
-    fn, base, scale = (f"{prefix}.{name}" for name in ("fn", "base", "scale"))
+    count = spec.count if last else spec.num_mixes
     return HyperConnection(
-        spec=spec, norm=weights.unweighted_norm(wide, eps), mixes=Linear(weights.get(fn, *shapes[fn], precise=True)),
-        base=weights.get(base, *shapes[base]), scale=weights.get(scale, *shapes[scale]),
+        spec=spec, norm=weights.unweighted_norm(wide, eps),
+        mixes=Linear(weights.get(f"{prefix}.fn", count, wide, precise=True)),
+        base=weights.get(f"{prefix}.base", count),
+        scale=weights.get(f"{prefix}.scale", 1 if last else spec.num_scales),
     )  # fmt: skip
 
 
 def _build_gated(weights: Weights, prefix: str, wide: int, spec: StreamSpec, eps: float, *, last: bool) -> GatedStreams:
     count, name = spec.count, f"{prefix}.{INJECT}.weight"
     twice = np.tile(np.arange(count, dtype=np.int64), 2)
-    inject = None if last else weights.take(weights.raw(name, (count, wide)).take_rows(twice), precise=True)
+
+    def twofold() -> Linear:
+        matrix = weights.raw(name, (count, wide))
+        return Linear(weights.take(lambda: matrix.take_rows(twice), precise=True))
+
     return GatedStreams(
         spec=spec, norm=GroupedRMSNorm(weights.get(f"{prefix}.hc_norm.weight", wide), eps, count),
         down=weights.linear(f"{prefix}.{DOWN}", spec.gate_rank, wide),
-        up=weights.linear(f"{prefix}.{UP}", wide, spec.gate_rank), inject=None if inject is None else Linear(inject),
-        base=weights.zeros(2 * count),
-        scale=weights.constant(f"2 times 1 / {count}", np.full(2, 1 / count)),
+        up=weights.linear(f"{prefix}.{UP}", wide, spec.gate_rank), inject=None if last else twofold(),
+        base=weights.zeros(2 * count), scale=weights.filled(1 / count, 2),
     )  # fmt: skip
 
 
 def build_last_sum(weights: Weights, prefix: str, hidden: int, spec: StreamSpec, eps: float) -> StreamExpansion:
-    """The sum of the streams after the last layer; its tensors are those of `last_sum_shapes`."""
+    """The sum of the streams after the last layer."""
     if not spec.weighted_end:
         return UnweightedLastSum(spec)
     return build_hyper_connection(weights, prefix, hidden, spec, eps, last=True)
-
-
-def last_sum_shapes(prefix: str, hidden: int, spec: StreamSpec) -> Shapes:
-    return hyper_connection_shapes(prefix, hidden, spec, last=True) if spec.weighted_end else {}
-
-
-def hyper_connection_shapes(prefix: str, hidden: int, spec: StreamSpec, *, last: bool = False) -> Shapes:
-    """Names and shapes of what `build_hyper_connection` takes."""
-    if spec.gate_rank:
-        wide, rank = spec.count * hidden, spec.gate_rank
-        shapes: Shapes = {"hc_norm": (wide,), DOWN: (rank, wide), UP: (wide, rank)}
-        shapes |= {} if last else {INJECT: (spec.count, wide)}
-        return {f"{prefix}.{name}.weight": shape for name, shape in shapes.items()}
-    count = spec.count if last else spec.num_mixes
-    return {
-        f"{prefix}.fn": (count, spec.count * hidden),
-        f"{prefix}.base": (count,),
-        f"{prefix}.scale": (1 if last else spec.num_scales,),
-    }
 
 
 def repeat_streams(ops: Ops, x: Buffer, count: int) -> Buffer:

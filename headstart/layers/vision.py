@@ -17,6 +17,7 @@ from headstart.kernels.ops import Activation, AttentionSpec, Buffer, Ops, Pool, 
 from headstart.layers.decoder import DecoderLayer, LayerConfig
 from headstart.layers.linear import BOUNDS, Linear
 from headstart.layers.norm import RMSNorm
+from headstart.layers.shapes import shapes_of
 from headstart.layers.weights import Shapes, Weights
 
 PREFIX = "vision."
@@ -39,18 +40,6 @@ class MergerConfig:
     inner: int = 0  # rows of `up`, with the activation after it
     activation: Activation = "gelu"
     bias: bool = True  # of `up` and `down`
-
-    def shapes(self, config: "VisionConfig") -> Shapes:
-        width = config.merged_width(self)
-        norms = [("patch_norm", self.patch_norm, config.hidden_size), ("norm", self.norm, width)]
-        weighted = [(name, size) for name, kind, size in norms if kind not in ("", "unweighted")]
-        shapes: Shapes = {f"{self.name}.{name}.weight": (size,) for name, size in weighted}
-        shapes |= {f"{self.name}.{name}": (width,) for name in self._statistics}
-        shapes |= {f"{self.name}.{name}.bias": (size,) for name, kind, size in norms if kind == "layer"}
-        for name, (size, has_bias) in self._matrices(config).items():
-            shapes |= {f"{self.name}.{name}.weight": size}
-            shapes |= {f"{self.name}.{name}.bias": size[:1]} if has_bias else {}
-        return shapes
 
     @property
     def _statistics(self) -> tuple[str, ...]:
@@ -162,18 +151,10 @@ class VisionConfig:
 
     def shapes(self) -> Shapes:
         """Canonical names and shapes."""
-        hidden = self.hidden_size
-        shapes: Shapes = {f"vision.patch_embedding.{t}.weight": (hidden, self.patch_width) for t in range(self.frames)}
-        shapes |= {"vision.patch_embedding.0.bias": (hidden,)} if self.patch_bias else {}
-        shapes |= {"vision.patch_norm.weight": (hidden,)} if self.patch_norm else {}
-        shapes |= {"vision.position_embedding.weight": (self.num_positions, hidden)} if self.num_positions else {}
-        for i, layer in enumerate(self.layers):
-            shapes |= layer.shapes(f"vision.layers.{i}", hidden)
+        shapes = shapes_of(self.build)
         if self.clips:
             matrices = [name.removesuffix(".weight") for name in shapes if "_proj." in name]
             shapes |= {f"{name}.{bound}": (1,) for name in matrices for bound in BOUNDS}
-        for merger in self.mergers:
-            shapes |= merger.shapes(self)
         return shapes
 
     def build(self, weights: Weights) -> "VisionNetwork":

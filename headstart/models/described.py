@@ -6,6 +6,7 @@ that layers/ cannot compute are `DeclaredMixer`s: tensor shapes, cache and state
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from headstart.errors import ModelError
@@ -21,7 +22,8 @@ from headstart.layers.mla import MLAConfig
 from headstart.layers.mlp import MLPConfig
 from headstart.layers.moe import MoEConfig
 from headstart.layers.parts import Mixer, MixerConfig
-from headstart.layers.weights import Shapes, Weights
+from headstart.layers.shapes import shapes_of
+from headstart.layers.weights import Weights
 from headstart.models import _mamba2, keys, mimo_v2_flash
 from headstart.models.base import Family
 from headstart.models.described_mtp import LAYOUTS
@@ -42,7 +44,7 @@ UNGATED = ("relu2", "relu", "gelu_ungated")  # values of `mlp_hidden_act` for an
 
 @dataclass(frozen=True, kw_only=True)
 class DeclaredMixer(MixerConfig):
-    """A mixer of which only the sizes are known; `build` raises ModelError."""
+    """A mixer of which only the sizes are known: no file has its tensors."""
 
     matrices: tuple[tuple[int, ...], ...]  # shapes: (out, in) of each
     num_kernels: int = 0  # launches per layer
@@ -52,10 +54,9 @@ class DeclaredMixer(MixerConfig):
     source_layer: None = None
 
     def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, in_features: int) -> Mixer:
-        raise ModelError(f"{weights.source}: {prefix} is of a kind that headstart describes, but cannot run")
-
-    def shapes(self, prefix: str, hidden: int, *, in_features: int) -> Shapes:
-        return {f"{prefix}.mixer.{i}.weight": shape for i, shape in enumerate(self.matrices)}
+        for i, shape in enumerate(self.matrices):
+            weights.raw(f"{prefix}.mixer.{i}.weight", shape)
+        return Mixer()
 
 
 def read_common(config: Config) -> DecoderConfig:
@@ -123,7 +124,7 @@ def _mixer(config: Config, kind: str, hidden: int) -> MixerConfig:
         return attention
     return DeclaredMixer(
         matrices=(
-            *attention.shapes("", hidden, in_features=hidden).values(),
+            *shapes_of(partial(attention.build, prefix="", hidden=hidden, eps=1e-6, in_features=hidden)).values(),
             (index.num_heads * index.head_dim, hidden),
             (index.head_dim, hidden),
         ),

@@ -1,0 +1,62 @@
+"""`shapes_of`: names and shapes of the tensors that a `build` asks for, recorded by building without a checkpoint."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from headstart.kernels.ops import Backend, RawTensor, Weight
+from headstart.layers.weights import Shapes, Weights
+
+
+def shapes_of(build: Callable[[Weights], object]) -> Shapes:
+    """What `build` asks for, in its order, under the names of new models: experts one by one, optional tensors as in
+    Weights.has, none of Weights.unlisted."""
+    recorder = _Recorder()
+    build(recorder)
+    return recorder.shapes
+
+
+class _Recorder(Weights):
+    """Weights that have every tensor, and no values."""
+
+    def __init__(self) -> None:
+        super().__init__({}, cast(Backend, None), "a new model")
+        self.shapes: Shapes = {}
+
+    def raw(self, name: str, *shapes: tuple[int, ...]) -> RawTensor:
+        self.shapes.setdefault(self._rename(name), shapes[0])
+        return cast(RawTensor, _Valueless(shapes[0]))
+
+    def unlisted(self, name: str, *shape: int) -> RawTensor:
+        return cast(RawTensor, _Valueless(shape))
+
+    def get(self, name: str, *shape: int, precise: bool = False) -> Weight:
+        self.shapes.setdefault(self._rename(name), shape)
+
+    def take(self, make: Callable[[], RawTensor], *, precise: bool = False) -> Weight:
+        return None
+
+    def take_each(self, make: Callable[[], Iterable[RawTensor]], *, precise: bool = False) -> tuple[Weight, ...]:
+        return ()
+
+    def has(self, name: str, *, usual: bool = False) -> bool:
+        return usual
+
+    def constant(self, name: str, values: Callable[[], NDArray[Any]]) -> Weight:
+        return None
+
+    def index(self, values: Callable[[], NDArray[np.int64]]) -> Weight:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Valueless:
+    """A RawTensor of zeros, without its other methods."""
+
+    shape: tuple[int, ...]
+
+    def float32(self) -> NDArray[np.float32]:
+        return np.broadcast_to(np.float32(0), self.shape)
