@@ -32,6 +32,12 @@ else:
 
 TERMINATION_SIGNALS = tuple(each for each in (signal.SIGINT, signal.SIGTERM, HANGUP) if each is not None)
 """Signals that ask a command to end."""
+
+
+class Terminated(KeyboardInterrupt):
+    """A signal other than Ctrl-C has asked the command to end."""
+
+
 _STATM = Path("/proc/self/statm")
 
 

@@ -18,7 +18,7 @@ from headstart.cli.render import flush_all, lost_stdout, prepare_streams, print_
 from headstart.cli.settings import Settings
 from headstart.errors import INTERNAL, HeadstartError, UsageError, status_of
 from headstart.options import Option, ParseError
-from headstart.system import TERMINATION_SIGNALS
+from headstart.system import TERMINATION_SIGNALS, Terminated
 from headstart.version import __version__
 
 SECTIONS: Mapping[str, Mapping[str, str]] = {
@@ -168,19 +168,23 @@ def _spelling(option: Option, value: Any) -> str:
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Ctrl-C, SIGTERM and a closed terminal raise KeyboardInterrupt, so that files and engines are cleaned up."""
+    """Ctrl-C raises KeyboardInterrupt, SIGTERM and a closed terminal Terminated: files and engines are cleaned up."""
     if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
         yield
         return
     before = {number: signal.getsignal(number) for number in TERMINATION_SIGNALS}
     for number, handler in before.items():
         if handler is not signal.SIG_IGN:  # nohup ignores SIGHUP
-            signal.signal(number, signal.default_int_handler)
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else _terminate)
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _terminate(*_: object) -> None:
+    raise Terminated
 
 
 def _system_error(error: Exception) -> tuple[str, str, int] | None:

@@ -22,7 +22,7 @@ from headstart.hub import DEFAULT_MODEL, DEMO_NOTE
 from headstart.options import ModelOptions, option
 from headstart.params import SamplingParams, parameters
 from headstart.server.options import CHAT_TEMPLATE_HELP
-from headstart.system import has_input, line_editing
+from headstart.system import Terminated, has_input, line_editing
 
 if TYPE_CHECKING:
     from headstart.api import LLM
@@ -187,6 +187,8 @@ def _read_terminal() -> Iterator[str]:
         except EOFError:
             print()
             return
+        except Terminated:
+            raise
         except KeyboardInterrupt:
             if is_leaving:
                 print()

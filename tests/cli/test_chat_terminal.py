@@ -108,6 +108,17 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_end_ends_the_chat(terminal: Terminal, number: signal.Signals) -> None:
+    terminal.type("Hello\r")
+    terminal.wait_for("blue.")
+    terminal.wait_for("> ")
+    terminal.process.send_signal(number)
+    assert "Ctrl-C again" not in terminal.wait_for("error: interrupted")
+    assert terminal.process.wait(PATIENCE) == 130
+
+
+@pytest.mark.slow
 def test_ctrl_c_ends_an_answer_and_not_the_chat(terminal: Terminal) -> None:
     terminal.type("slowly, please\r")
     terminal.wait_for("The sky is The sky ")
