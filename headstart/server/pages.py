@@ -1,4 +1,4 @@
-"""Pages for browsers: the static files of `/` and `/dashboard`, and `/docs` made from OpenAPI.
+"""Web pages: the static files of `/` and `/dashboard`, and `/docs` made from OpenAPI.
 
 The static files contain no secrets and need no API key. The requests that their scripts send need one."""
 
