@@ -42,6 +42,11 @@ _IN_REGEX = {ord(mark): f"\\{mark}" for mark in r"\.+*?()|[]{}^$#&-~/"} | {
 }
 _QUOTED = re.compile(r"\s*(\d+ \||\^+\s*$)")
 _POSITION = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
+_ONE_OF = (
+    "supported. Enable 'coerce_one_of' option to approximate oneOf with anyOf",
+    "supported where branches may overlap: take anyOf",
+)
+"""llguidance's advice, which names an option of its own library, and ours."""
 
 
 @dataclass(frozen=True)
@@ -259,7 +264,7 @@ def one_line(message: str) -> str:
 
 def error_cause(kind: Kind, message: str) -> str:
     """The cause in an error message of llguidance; with its position only in a grammar, which the user has written."""
-    text = one_line(message)
+    text = one_line(message).replace(*_ONE_OF)
     return text if kind == "grammar" else _POSITION.sub("", text)
 
 

@@ -348,6 +348,7 @@ def test_compiled_once() -> None:
     ("json_schema", {"const": b"x"}, "not JSON"),
     ("json_schema", {"$ref": "#/$defs/x"}, "does not exist"),
     ("json_schema", {"type": "string", "minLength": 2, "maxLength": 1}, "minLength"),
+    ("json_schema", {"oneOf": [{"type": "integer"}, {"type": "number"}]}, "oneOf .* take anyOf$"),
     ("json_schema", False, "no text satisfies"), ("regex", "(a", "unclosed group$"), ("regex", "(?=a)b", "look-around"),
     ("regex", "", "not empty"), ("regex", "a\\", "ends within an escape"), ("regex", "\\\\\\", "ends within an escape"),
     ("regex", "\ud800", "half of a surrogate pair"), ("choice", ["a", "\udfff"], "half of a surrogate pair"),
