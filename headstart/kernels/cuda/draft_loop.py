@@ -27,10 +27,11 @@ from headstart.kernels.cuda.sampling import CudaSampler, DeviceSamplingRows, is_
 from headstart.kernels.draft_loop import MAX_LOGIT, DraftedTokens, GateRule, VerifyInputs
 
 MAX_VERIFIED = 32  # drafted tokens of a sequence plus one, at most
-FIRST_ROW, NUM_DRAFTED, FIXED_ACCEPTED, FIRST_SAMPLE, BASE_POSITION, DEPTH, KNOWN_ROWS = range(7)
-"""Rows of `controls` [7, S], per sequence: its first row in the first pass; drafted tokens to verify (-1: none); a
+FIRST_ROW, NUM_DRAFTED, FIXED_ACCEPTED, FIRST_SAMPLE, BASE_POSITION, DEPTH, KNOWN_ROWS, ROPE_SHIFT = range(8)
+"""Rows of `controls` [8, S], per sequence: its first row in the first pass; drafted tokens to verify (-1: none); a
 fixed number of accepted tokens (-1: none fixed); index of its first sample; position of its first new token if nothing
-is accepted; tokens to draft; rows of the first pass before the verified ones."""
+is accepted; tokens to draft; rows of the first pass before the verified ones; rotary positions of new tokens less their
+positions."""
 MAX_GRAPHS = 32  # recorded graphs per draft loop; the oldest is dropped
 Drafts = list[tuple[list[int], list[float]]]
 
@@ -65,7 +66,7 @@ class DraftInputs:
 
     plan: StepPlan  # of the first pass
     step: StepPlan  # of later steps, with one row per sequence
-    controls: Int32  # [7, S]
+    controls: Int32  # [8, S]
     drafted: Int32  # [S, MAX_VERIFIED] drafted tokens to verify
     logit_rows: NDArray[np.int64]  # [D, S] with is_block: the row of the first pass's logits for each step
     rows: SamplingRows
@@ -190,6 +191,7 @@ class DraftGraph:
             self._controls, accepted, tokens, self._plan["token_ids"], step["tables"], step["token_ids"],
             step["positions"], step["slots"], step["visible_end"], shape.rows, tokens.shape[1], depth, rows_before,
             shape.blocks, shape.block_size, shape.first_position,
+            step["rope_positions"] if shape.num_axes else None, NUM_AXES=shape.num_axes,
         )  # fmt: skip
         return self.recorder.compute(program.program, step, hidden)
 
@@ -293,7 +295,7 @@ def _inputs(
     """Inputs of a call, padded to a bucket of sequences, and the number of tokens of the longest draft."""
     num, longest = len(depths), max(depths)
     count, starts = bucket_of(num), np.arange(num + 1, dtype=np.int32)
-    controls, drafted = np.zeros((7, count), np.int32), np.zeros((count, MAX_VERIFIED), np.int32)
+    controls, drafted = np.zeros((8, count), np.int32), np.zeros((count, MAX_VERIFIED), np.int32)
     controls[NUM_DRAFTED] = controls[FIXED_ACCEPTED] = -1
     controls[FIRST_ROW, :num], controls[DEPTH, :num] = plan.row_starts[:-1], depths
     controls[BASE_POSITION, :num] = rows.position
@@ -306,11 +308,16 @@ def _inputs(
     logit_rows = np.zeros((longest, count), np.int64)
     for depth in range(longest):
         logit_rows[depth, :num] = firsts + np.where(np.array(depths) > depth, depth, 0)
+    rope_positions = None
+    if plan.rope_positions is not None:
+        last = plan.row_starts[1:] - 1
+        controls[ROPE_SHIFT, :num] = plan.rope_positions[last].max(1) - plan.positions[last]
+        rope_positions = np.zeros((num, plan.rope_positions.shape[1]), np.int32)
     step = StepPlan(
         token_ids=np.zeros(num, np.int32), positions=np.full(num, plan.first_position, np.int32),
         slots=np.full(num, -1, np.int32), visible_end=np.full(num, -1, np.int32), row_starts=starts,
         block_tables=plan.block_tables, logit_rows=starts[:-1], first_position=plan.first_position,
-        block_size=plan.block_size,
+        block_size=plan.block_size, rope_positions=rope_positions,
     )  # fmt: skip
     draws = None if verify_inputs is None else verify_inputs.sample.tokens
     return DraftInputs(plan, step, controls, drafted, logit_rows, rows, draws), longest

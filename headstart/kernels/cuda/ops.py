@@ -39,6 +39,7 @@ class PositionTables:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._tables: dict[specs.RopeSpec | specs.AttentionTemperature, tuple[Tensor, ...]] = {}
+        self._axes: dict[tuple[int, ...], Tensor] = {}
         self._rows = CHUNK
         self.version = 0
 
@@ -59,6 +60,12 @@ class PositionTables:
             return np.cos(angles) * spec.scale, np.sin(angles) * spec.scale
 
         return self._table(spec, compute)
+
+    def axes(self, spec: specs.RopeSpec) -> Tensor:
+        """The axis of each frequency, int32 [rotary_dim / 2]."""
+        if spec.axes not in self._axes:
+            self._axes[spec.axes] = torch.tensor(spec.axes, dtype=torch.int32, device=self._device)
+        return self._axes[spec.axes]
 
     def factors(self, spec: specs.AttentionTemperature) -> Tensor:
         """Factors of queries, float32 [positions]."""
@@ -156,11 +163,13 @@ class CudaOps(TorchOps):
 
     def rope(self, x: Tensor, positions: Tensor, spec: specs.RopeSpec, head_dim: int) -> Tensor:
         cosines, sines = self._tables.table(spec)
-        out, heads = torch.empty_like(x), x.shape[1] // head_dim
+        out, heads, axes = torch.empty_like(x), x.shape[1] // head_dim, None
+        if spec.axes and self._plan.shape.num_axes:  # never above the row's position: the tables cover them
+            positions, axes = self._plan["rope_positions"], self._tables.axes(spec)
         row_kernels.rope[(len(x),)](
-            x, positions, cosines, sines, out, x.shape[1], spec.shift, HEADS=heads, HEAD_TILE=tile_size(heads),
+            x, positions, axes, cosines, sines, out, x.shape[1], spec.shift, HEADS=heads, HEAD_TILE=tile_size(heads),
             DIM=head_dim, ROTARY=spec.rotary_dim, TILE=tile_size(head_dim), TRAILING=spec.trailing,
-            INVERSE=spec.inverse,
+            INVERSE=spec.inverse, NUM_AXES=0 if axes is None else self._plan.shape.num_axes,
         )  # fmt: skip
         return out
 

@@ -39,6 +39,7 @@ class PlanShape:
     block_size: int
     first_position: int
     stores: int = 0  # recurrent states written
+    num_axes: int = 0  # of rotary positions; 0: rows have their positions alone
 
     @classmethod
     def of(cls, plan: StepPlan) -> PlanShape:
@@ -46,7 +47,8 @@ class PlanShape:
         paths = bucket_of(len(plan.paths.slots)) if plan.paths else 0
         stores = bucket_of(len(plan.states.store_slots)) if plan.states and len(plan.states.store_slots) else 0
         rows, logits = bucket_of(plan.num_rows), bucket_of(len(plan.logit_rows)) if len(plan.logit_rows) else 0
-        return cls(rows, logits, blocks, paths, plan.block_size, plan.first_position, stores)
+        num_axes = 0 if plan.rope_positions is None else plan.rope_positions.shape[1]
+        return cls(rows, logits, blocks, paths, plan.block_size, plan.first_position, stores, num_axes)
 
     @property
     def context(self) -> int:
@@ -74,6 +76,9 @@ def plan_arrays(plan: StepPlan, shape: PlanShape) -> dict[str, Int32]:
     }
     if plan.hidden_slots is not None:
         arrays["hidden_slots"] = _padded(plan.hidden_slots, rows)
+    if plan.rope_positions is not None:
+        arrays["rope_positions"] = np.zeros((rows, shape.num_axes), np.int32)
+        arrays["rope_positions"][: plan.num_rows] = plan.rope_positions
     if plan.paths:
         arrays["path_starts"] = _padded_with_last(plan.paths.starts, rows + 1)
         arrays["path_slots"] = _padded(plan.paths.slots, shape.paths)

@@ -39,14 +39,13 @@ def center(x, out, num_columns, TILE: tl.constexpr):
 
 @triton.jit
 def rope(
-    x, positions, cosines, sines, out, num_columns, shift,
+    x, positions, axes, cosines, sines, out, num_columns, shift,
     HEADS: tl.constexpr, HEAD_TILE: tl.constexpr, DIM: tl.constexpr, ROTARY: tl.constexpr, TILE: tl.constexpr,
-    TRAILING: tl.constexpr, INVERSE: tl.constexpr,
+    TRAILING: tl.constexpr, INVERSE: tl.constexpr, NUM_AXES: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the heads of a row (see RopeSpec) by cosines and sines [positions, ROTARY / 2] of its position. One
-    program per row."""
+    """Rotate the heads of a row (see RopeSpec) by cosines and sines [positions, ROTARY / 2] of its position. NUM_AXES >
+    0: of its positions [R, NUM_AXES] on the axes [ROTARY / 2] of each frequency. One program per row."""
     row = tl.program_id(0).to(tl.int64)
-    position = tl.maximum(tl.load(positions + row) - shift, 0)
     head, d = tl.arange(0, HEAD_TILE), tl.arange(0, TILE)
     inside = (head[:, None] < HEADS) & (d[None, :] < DIM)
     start = row * num_columns + head[:, None] * DIM
@@ -63,7 +62,12 @@ def rope(
         other = tl.where(is_first, d + half, d - half)
     rotates = in_rotary & (d < DIM)
     pair = tl.load(x + start + other[None, :], mask=inside & rotates[None, :], other=0.0)
-    table = position.to(tl.int64) * half + angle
+    if NUM_AXES:
+        axis = tl.load(axes + angle, mask=rotates, other=0)
+        position = tl.load(positions + row * NUM_AXES + axis, mask=rotates, other=0)
+    else:
+        position = tl.load(positions + row)
+    table = tl.maximum(position - shift, 0).to(tl.int64) * half + angle
     cos = tl.load(cosines + table, mask=rotates, other=1.0)
     sin = tl.load(sines + table, mask=rotates, other=0.0)
     if INVERSE:

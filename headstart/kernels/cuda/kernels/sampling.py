@@ -380,8 +380,8 @@ def logprob(logits, drawn, token_ids, out, width, stride, num_drawn, number, MAP
     tl.store(out + row * num_drawn + number, tl.where(token >= 0, value, 0.0).to(tl.float32))
 
 
-FIRST_ROW, NUM_DRAFTED, FIXED_ACCEPTED, FIRST_SAMPLE, BASE_POSITION, DEPTH, KNOWN_ROWS = (
-    tl.constexpr(i) for i in range(7)
+FIRST_ROW, NUM_DRAFTED, FIXED_ACCEPTED, FIRST_SAMPLE, BASE_POSITION, DEPTH, KNOWN_ROWS, ROPE_SHIFT = (
+    tl.constexpr(i) for i in range(8)
 )
 """Rows of `controls` (see cuda/draft_loop.py)."""
 
@@ -422,11 +422,11 @@ def verify(
 @triton.jit(do_not_specialize=["num", "stride", "number", "before", "table_width"])
 def advance(
     controls, num_accepted, drawn, first_tokens, tables, token_ids, positions, slots, visible_end, num, stride, number,
-    before, table_width, block_size, first_position,
+    before, table_width, block_size, first_position, rope_positions, NUM_AXES: tl.constexpr,
 ):  # fmt: skip
     """Prepare the rows of draft step `number`: the token of the step before (column number - 1 of drawn [S, stride];
     for step 0 that of the first pass), its position (`before` rows after the sequence's tokens) and slot. Finished
-    drafts store and see nothing. One program per sequence."""
+    drafts store and see nothing. rope_positions [S, NUM_AXES]. One program per sequence."""
     sequence = tl.program_id(0)
     going = number < tl.load(controls + DEPTH * num + sequence)
     position = tl.load(controls + BASE_POSITION * num + sequence) + tl.load(num_accepted + sequence) + before
@@ -437,5 +437,8 @@ def advance(
     token = tl.load(drawn + sequence * stride + tl.maximum(number - 1, 0)).to(tl.int32)
     tl.store(token_ids + sequence, tl.where(number > 0, tl.maximum(token, 0), own))
     tl.store(positions + sequence, position)
+    for axis in tl.static_range(NUM_AXES):
+        shift = tl.load(controls + ROPE_SHIFT * num + sequence)
+        tl.store(rope_positions + sequence * NUM_AXES + axis, tl.maximum(position + shift, 0))
     tl.store(slots + sequence, tl.where(going, slot, -1))
     tl.store(visible_end + sequence, tl.where(going, position, -1))

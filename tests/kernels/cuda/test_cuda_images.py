@@ -1,0 +1,51 @@
+"""Images on the cuda backend: features and drafts of `reference`. Rotary positions have axes there (RopeSpec.axes)."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from support import make, model_at, request, run
+from test_cuda_recording import Replaying, recorded
+from vision_models import published, random_image
+
+from headstart.engine.load import Model
+from headstart.engine.vision import VisionEncoder
+
+pytestmark = pytest.mark.slow
+IMAGE = random_image(2, 30, 16)
+FLOATS: dict[str, Any] = {"kv_cache_dtype": "float32"}
+
+
+def seeing(kind: str) -> tuple[Model, Model]:
+    """On `reference` and on `cuda`."""
+    folder = published(kind)[1]
+    return model_at(folder, "reference"), model_at(folder, "cuda", **FLOATS)
+
+
+def test_features() -> None:
+    """Of a tower whose patches are rotated by row and column."""
+    found = []
+    for model in seeing("mistral3"):
+        assert model.vision and model.tower
+        found.append(VisionEncoder(model.backend, model.vision).features(model.tower.prepare(IMAGE).pieces[0].image))
+    np.testing.assert_allclose(*found, rtol=2e-4, atol=2e-5)
+
+
+def test_drafts_behind_an_image() -> None:
+    """The rotary positions of drafted tokens are those of the tokens in the text, in recorded drafts, too."""
+    found = []
+    for model in seeing("qwen3_5"):
+        assert model.tower
+        ids = model.tokenizer.encode(f"a{model.tower.placeholder}b")
+        ids, images = model.tower.expand(ids, [model.tower.prepare(IMAGE)])
+        asked = replace(request(ids, max_tokens=5, ignore_eos=True, stops=()), images=images)
+        drafts, kept = list[list[int]](), FLOATS if model.backend.name == "cuda" else {}
+        with recorded(model, Replaying().device()) if kept else nullcontext():
+            engine = make(model, backend=model.backend.name, dtype="float32", drafter="mtp", depth=3, **kept)
+            text = run(
+                engine, [asked], lambda e: drafts.extend(list(each.draft.tokens) for each in e.scheduler.running)
+            )
+        found.append((text["r", 0].tokens, drafts))
+    assert found[0] == found[1] and max(map(len, found[0][1])) == 3
