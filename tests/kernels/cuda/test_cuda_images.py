@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import make, model_at, request, run
+from support import make, model_at, record_drafts, request, run
 from test_cuda_recording import Replaying, recorded
 from vision_models import published, random_image
 
@@ -14,7 +14,7 @@ from headstart.engine.load import Model
 from headstart.engine.vision import VisionEncoder
 
 pytestmark = pytest.mark.slow
-IMAGE = random_image(2, 30, 16)
+IMAGE = random_image(2, 60, 50)
 FLOATS: dict[str, Any] = {"kv_cache_dtype": "float32"}
 
 
@@ -40,12 +40,11 @@ def test_drafts_behind_an_image() -> None:
         assert model.tower
         ids = model.tokenizer.encode(f"a{model.tower.placeholder}b")
         ids, images = model.tower.expand(ids, [model.tower.prepare(IMAGE)])
-        asked = replace(request(ids, max_tokens=5, ignore_eos=True, stops=()), images=images)
-        drafts, kept = list[list[int]](), FLOATS if model.backend.name == "cuda" else {}
+        asked = replace(request(ids, max_tokens=5, stops=()), images=images)
+        kept = FLOATS if model.backend.name == "cuda" else {}
         with recorded(model, Replaying().device()) if kept else nullcontext():
             engine = make(model, backend=model.backend.name, dtype="float32", drafter="mtp", depth=3, **kept)
-            text = run(
-                engine, [asked], lambda e: drafts.extend(list(each.draft.tokens) for each in e.scheduler.running)
-            )
-        found.append((text["r", 0].tokens, drafts))
-    assert found[0] == found[1] and max(map(len, found[0][1])) == 3
+            drafts = record_drafts(engine)
+            run(engine, [asked])
+        found.append(drafts)
+    assert found[0] == found[1] and max(len(drafted) for _, drafted in found[0]) == 3
