@@ -86,7 +86,7 @@ def run(arguments: list[str]) -> int:
         from headstart.cli.options import by_flag  # it imports the engine's options
 
         shown = by_flag(error)
-        _report(settings.add_places(shown.message, places), shown.hint, [*arguments, *places])
+        _report(*settings.add_places(shown.message, shown.hint, places), [*arguments, *places])
         code = status_of(error).exit_code
     except KeyboardInterrupt as error:
         print_error("interrupted", str(error))  # a command that can be resumed says how

@@ -165,10 +165,16 @@ def named_file(words: Sequence[str]) -> Path | None:
     return None
 
 
-def add_places(message: str, places: Mapping[str, str]) -> str:
-    """Returns a message plus the places that set its options. `places`: flag, or value of MODEL -> place."""
+def add_places(message: str, hint: str, places: Mapping[str, str]) -> tuple[str, str]:
+    """Returns a message plus the places that set its options, and a hint that to leave an option out is done there.
+    `places`: flag, or value of MODEL -> place."""
     named = [flag for flag in places if re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", message)]
-    return f"{message} ({', '.join(f'{flag} is set by {places[flag]}' for flag in named)})" if named else message
+    if not named:
+        return message, hint
+    message = f"{message} ({', '.join(f'{flag} is set by {places[flag]}' for flag in named)})"
+    place = places[named[0]]
+    removal = f"unset {place}" if place.startswith(PREFIX) else f"take it out of {place}"
+    return message, re.sub("^leave it out", removal, hint)
 
 
 def options_of(command: Command) -> dict[str, Option]:

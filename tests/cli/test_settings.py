@@ -223,3 +223,21 @@ def test_what_a_command_has_no_use_for_is_not_taken_from_a_line_for_all(
 ) -> None:
     settings = Settings(COMMANDS, {f"HEADSTART_{hidden.upper().replace('-', '_')}": "1"})
     assert hidden not in settings.for_command(command, given)
+
+
+@pytest.mark.parametrize(("variable", "file", "hint"), [
+    ("3", None, "unset HEADSTART_THREADS"),
+    (None, "threads = 3", "take it out of headstart.toml"),
+    (None, "[serve]\nthreads = 3", "take it out of headstart.toml [serve]"),
+])  # fmt: skip
+def test_what_another_engine_lacks_is_left_out_where_it_is_set(
+    variable: str | None, file: str | None, hint: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    if variable:
+        monkeypatch.setenv("HEADSTART_THREADS", variable)
+    if file:
+        write(file)
+    assert main(["serve", "org/model", "--engine", "vllm", "--dry-run"]) == 2
+    told = capsys.readouterr().err
+    assert "--threads has no counterpart in vllm (--threads is set by" in told
+    assert told.splitlines()[-1] == f"hint: {hint}"
