@@ -136,6 +136,8 @@ class HeadDrafter(base.Drafter):
     def _run_chain(self, parts: Seq[Rows], growing: Seq[base.GrowingDraft]) -> None:
         """Runs a chain over pairs: each module reads the tokens one position further on, at the end drafted ones, or
         token 0 after the end of a draft. `growing`: the drafts of `parts`, if any."""
+        # All modules run, however short the drafts: each stores its keys and values of these pairs, which later drafts
+        # attend to. Hidden states are not kept, so a module that is left out cannot make up for it alone.
         hidden: Buffer = None
         all_rows = np.arange(sum(len(part.token_ids) for part in parts), dtype=np.int32)
         for module in range(self._spec.num_modules):
