@@ -39,31 +39,32 @@ def _print_fleet(data: dict[str, Any]) -> None:
             continue
         ttft, tpot, cost = each["ttft_s"], each["tpot_s"], each["dollars_per_hour"]
         rows.append([
-            each["drafter"], f"{each['machines']:,}", f"{ttft['p50']:.2f} / {ttft['asked']:.2f}",
-            f"{tpot['p50'] * 1e3:.1f} / {tpot['asked'] * 1e3:.1f}", f"{each['busy']:.0%}", f"{each['batch']:.0f}",
+            each["drafter"], f"{each['machines']:,}", f"{ttft['p50']:.2f} / {ttft['at_percentile']:.2f}",
+            f"{tpot['p50'] * 1e3:.1f} / {tpot['at_percentile'] * 1e3:.1f}", f"{each['utilisation']:.0%}",
+            f"{each['batch']:.0f}",
             "" if cost is None else f"{cost:,.2f} ({each['dollars_per_million']:.3f})",
         ])  # fmt: skip
-    percentile = f"p{fleet['share']:g}"
+    percentile = f"p{fleet['percentile']:g}"
     columns = [
         "drafter", f"machines\n({fleet['machine']})", f"TTFT s\np50 / {percentile}", f"TPOT ms\np50 / {percentile}",
         "busy", "sequences\nat a time", "$ an hour\n($/M tokens)",
     ]  # fmt: skip
     print_table(columns, rows)
-    if fleet["apart"] is not None:
-        print(_disaggregation_text(fleet["apart"], percentile))
+    if fleet["disaggregation"] is not None:
+        print(_disaggregation_text(fleet["disaggregation"], percentile))
 
 
 def _disaggregation_text(found: dict[str, Any], percentile: str) -> str:
     """Whether separate machines for prefill and decode pay, and why."""
-    whole, apart, step, sent = found["whole"], found["apart"], found["step_s"], found["handed_over"]
+    whole, apart, step, sent = found["colocated"], found["disaggregated"], found["step_s"], found["transfer"]
     count = "no number" if whole["machines"] is None else f"{whole['machines']:,}"
     combined = f"{count} that do both (steps of {whole['rows']:,} rows{_latency_text(whole, percentile)})"
     if apart is None:
         verdict = f"does not pay: even {2 * whole['machines']:,} machines of each kind do not suffice, but {combined}"
     else:
-        split = f"{apart['prompts']:,} + {apart['tokens']:,} machines for prompts and tokens"
+        split = f"{apart['num_prefill']:,} + {apart['num_decode']:,} machines for prompts and tokens"
         verdict = f"{'pays' if found['pays'] else 'does not pay'}: {split}{_latency_text(apart, percentile)} against "
-        verdict += f"{combined}; busy {apart['prompts_busy']:.0%} and {apart['tokens_busy']:.0%}"
+        verdict += f"{combined}; busy {apart['prefill_utilisation']:.0%} and {apart['decode_utilisation']:.0%}"
     return (
         f"apart    {verdict}\n         a step of {step['sequences']} sequences takes {step['alone'] * 1e3:.1f} ms, "
         f"with a prompt in it {step['with_a_prompt'] * 1e3:.1f} ms; {sent['bytes'] / 1e6:,.0f} MB of a prompt take "

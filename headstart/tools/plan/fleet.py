@@ -317,17 +317,17 @@ class FleetPlanner:
         return {
             "pays": count is not None and (colocated.machines is None or count < colocated.machines),
             "drafter": colocated.drafter,
-            "whole": {"machines": colocated.machines, "rows": rows, **_latencies(load, colocated.result)},
-            "apart": None
+            "colocated": {"machines": colocated.machines, "rows": rows, **_latencies(load, colocated.result)},
+            "disaggregated": None
             if separate is None
             else {
-                "prompts": separate.num_prefill,
-                "tokens": separate.num_decode,
-                "prompts_busy": separate.prefill_busy,
-                "tokens_busy": separate.result.busy,
+                "num_prefill": separate.num_prefill,
+                "num_decode": separate.num_decode,
+                "prefill_utilisation": separate.prefill_busy,
+                "decode_utilisation": separate.result.busy,
                 **_latencies(load, separate.result),
             },
-            "handed_over": {
+            "transfer": {
                 "bytes": num_bytes, "seconds": self._transfer_seconds(num_bytes), "gbit_per_s": load.network,
             },
             "step_s": {
@@ -368,7 +368,13 @@ def plan_fleet(
     compared = best.compare_disaggregated(colocated)
     progress(len(planners) + 1, len(planners) + 1, "simulating")
     rows = [_row(load, size, price) for size in sizes]
-    return {"load": str(load), "share": load.share, "machine": machine.name, "rows": rows, "apart": compared}
+    return {
+        "load": str(load),
+        "percentile": load.share,
+        "machine": machine.name,
+        "rows": rows,
+        "disaggregation": compared,
+    }
 
 
 def _row(load: FleetLoad, size: FleetSize, price: float | None) -> dict[str, Any]:
@@ -378,9 +384,9 @@ def _row(load: FleetLoad, size: FleetSize, price: float | None) -> dict[str, Any
     result, cost = size.result, None if price is None else price * size.machines
     tokens = load.rate * load.output
     return row | {
-        "ttft_s": {"p50": result.ttft(50), "asked": result.ttft(load.share)},
-        "tpot_s": {"p50": result.tpot(50), "asked": result.tpot(load.share)},
-        "busy": result.busy,
+        "ttft_s": {"p50": result.ttft(50), "at_percentile": result.ttft(load.share)},
+        "tpot_s": {"p50": result.tpot(50), "at_percentile": result.tpot(load.share)},
+        "utilisation": result.busy,
         "batch": result.batch,
         "tokens_per_s": tokens,
         "dollars_per_hour": cost,

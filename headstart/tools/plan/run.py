@@ -237,7 +237,7 @@ def _drafter(each: roofline.DraftingSetup, machine: Machine, context: int) -> di
     drafter = each.model.shape.drafter
     return {
         "kind": each.kind, "parameters": drafter.parameters, "bytes": each.model.weight_bytes()["head"],
-        "deepest": drafter.max_depth, "assumed": drafter.assumed, "acceptances": list(each.acceptances),
+        "max_depth": drafter.max_depth, "assumed": drafter.assumed, "acceptances": list(each.acceptances),
         "max_batch": estimate_memory(each.model, split_of(machine), context).max_batch,
     }  # fmt: skip
 
@@ -246,7 +246,7 @@ def _memory(model: SizedModel, machine: Machine, memory: MemoryEstimate) -> dict
     return {
         "device_bytes": memory.device, "usable_bytes": memory.usable, "weight_bytes_per_device": memory.weights,
         "activation_bytes_per_device": memory.activations, "cache_bytes_per_sequence": memory.per_sequence,
-        "fits": memory.fits, "verdict": memory.verdict, "why": memory.reason, "longest": memory.max_context,
+        "fits": memory.fits, "verdict": memory.verdict, "why": memory.reason, "max_context": memory.max_context,
         "max_batch": memory.max_batch, "devices_needed": devices_needed(model, machine.device.memory),
     }  # fmt: skip
 

@@ -61,10 +61,12 @@ def test_plan_says_when_it_pays(capsys: pytest.CaptureFixture[str], monkeypatch:
     found = []
     for load in (LONG, f"{LONG}, 2 Gbit/s"):
         assert main([*command, load, "--json"]) == 0
-        found.append(json.loads(capsys.readouterr().out)["fleet"]["apart"])
+        found.append(json.loads(capsys.readouterr().out)["fleet"]["disaggregation"])
     long, slow = found
-    assert long["pays"] and long["apart"]["prompts"] + long["apart"]["tokens"] < long["whole"]["machines"]
-    assert long["apart"]["tpot_s"] < 0.008 and long["apart"]["ttft_s"] < 2 and not slow["pays"]
+    assert long["pays"]
+    split = long["disaggregated"]
+    assert split["num_prefill"] + split["num_decode"] < long["colocated"]["machines"]
+    assert split["tpot_s"] < 0.008 and split["ttft_s"] < 2 and not slow["pays"]
     assert long["step_s"]["with_a_prompt"] > 10 * long["step_s"]["alone"]
-    assert slow["handed_over"]["seconds"] == pytest.approx(50 * long["handed_over"]["seconds"])
+    assert slow["transfer"]["seconds"] == pytest.approx(50 * long["transfer"]["seconds"])
     assert main([*command, SHORT]) == 0 and "apart    does not pay: " in capsys.readouterr().out
