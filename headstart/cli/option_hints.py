@@ -9,7 +9,7 @@ from itertools import takewhile
 
 from headstart import registry
 from headstart.cli.foreign_flags import EXTRA_ARGUMENT, MIN_SIMILARITY, MODEL, NOT_NEEDED, counterparts
-from headstart.cli.parser import Command
+from headstart.cli.parser import Command, all_commands
 from headstart.cli.vllm_flags import FLAGS, hint_of, vllm_name, with_dashes
 from headstart.config import MAX_DEPTH
 from headstart.errors import UsageError
@@ -51,9 +51,20 @@ def option_hint(error: ParseError, name: str, command: Command, words: Sequence[
     return f"did you mean {near[0]}?" if near else f"leave {flag} out; headstart {name} --help-all lists all options"
 
 
+def _other_commands(flag: str) -> str:
+    """A hint that names the commands with this option; empty if there are none, or many."""
+    from headstart.cli.app import application  # it imports all commands
+
+    commands = all_commands(application())
+    having = [name for name, each in commands.items() if flag in each.flags and not each.flags[flag].is_hidden]
+    return f"{flag} is an option of headstart {' and '.join(having)}" if 1 <= len(having) <= 2 else ""
+
+
 def _vllm_hint(flag: str) -> str:
     name = vllm_name(flag)
-    return (FLAGS[name].hint or "leave it out") if name in FLAGS else hint_of(name) if name else ""
+    if name in FLAGS:
+        return FLAGS[name].hint or "leave it out"
+    return _other_commands(flag) or (hint_of(name) if name else "")
 
 
 def _translated(words: Sequence[str], name: str, command: Command) -> str:

@@ -31,6 +31,8 @@ from headstart.cli import foreign_flags
         ("plan m --tensor-parallel-size 2", "No such option: --tensor-parallel-size", "write --tp"),
         ("bench m --enforce-eager", "No such option: --enforce-eager", "leave it out"),
         ("ps --port 8123", "No such option: --port", "write --url http://HOST:PORT"),
+        ("generate m --chat-template x", "No such option: --chat-template",
+         "--chat-template is an option of headstart chat and serve"),
         ("verify --thread 3", "No such option: --thread", "did you mean --threads?"),
         ("verify --zzz 3", "No such option: --zzz", "leave --zzz out; headstart verify --help-all lists all options"),
         ("serve -m x.gguf -ngl 99 -c 4096 -ctk q8_0 -ctv q8_0 --draft-max 64", "No such option: -m",
