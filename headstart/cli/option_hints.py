@@ -9,13 +9,14 @@ from itertools import takewhile
 
 from headstart import registry
 from headstart.cli.foreign_flags import EXTRA_ARGUMENT, MIN_SIMILARITY, MODEL, NOT_NEEDED, counterparts
-from headstart.cli.parser import Command, all_commands
+from headstart.cli.parser import Command
 from headstart.cli.vllm_flags import FLAGS, hint_of, vllm_name, with_dashes
 from headstart.config import MAX_DEPTH
 from headstart.errors import UsageError
 from headstart.options import ParseError
 from headstart.tools.launch.arguments import FLAG, SWITCHES, ArgumentTable, argument_table
 
+Commands = Mapping[str, Command]  # by full name
 VALUES: Mapping[str, tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...]] = {
     "--drafter": ((r"(?i)(?:.*,)?ngram.*", "ngram"), (r".*", "")),  # the head decides: auto
     "--max-model-len": ((r"0", ""),),
@@ -26,7 +27,9 @@ VALUES: Mapping[str, tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...
 """Our options -> (pattern of another engine's value, our value); empty: the default, so the option is left out."""
 
 
-def option_hint(error: ParseError, name: str, command: Command, words: Sequence[str]) -> str:
+def option_hint(
+    error: ParseError, name: str, command: Command, words: Sequence[str], all_commands: Callable[[], Commands]
+) -> str:
     """What to type instead of the `words` that a command refused; empty if nothing is known."""
     if not error.flag:
         return error.hint or (EXTRA_ARGUMENT.get(name, "leave them out") if error.is_extra else "")
@@ -45,26 +48,23 @@ def option_hint(error: ParseError, name: str, command: Command, words: Sequence[
         return f"write {' or '.join(meant)}"
     if flag in ("-p", "--prompt"):
         return "headstart generate MODEL --prompt TEXT"
-    if hint := NOT_NEEDED.get(flag) or _vllm_hint(flag):
+    if hint := NOT_NEEDED.get(flag) or _vllm_hint(flag, all_commands):
         return hint
     near = get_close_matches(flag, own, n=1, cutoff=MIN_SIMILARITY)
     return f"did you mean {near[0]}?" if near else f"leave {flag} out; headstart {name} --help-all lists all options"
 
 
-def _other_commands(flag: str) -> str:
-    """A hint that names the commands with this option; empty if there are none, or many."""
-    from headstart.cli.app import application  # it imports all commands
-
-    commands = all_commands(application())
-    having = [name for name, each in commands.items() if flag in each.flags and not each.flags[flag].is_hidden]
-    return f"{flag} is an option of headstart {' and '.join(having)}" if 1 <= len(having) <= 2 else ""
-
-
-def _vllm_hint(flag: str) -> str:
+def _vllm_hint(flag: str, all_commands: Callable[[], Commands]) -> str:
     name = vllm_name(flag)
     if name in FLAGS:
         return FLAGS[name].hint or "leave it out"
-    return _other_commands(flag) or (hint_of(name) if name else "")
+    return _other_commands(flag, all_commands()) or (hint_of(name) if name else "")
+
+
+def _other_commands(flag: str, commands: Commands) -> str:
+    """A hint that names the commands with this option; empty if there are none, or many."""
+    having = [name for name, each in commands.items() if flag in each.flags and not each.flags[flag].is_hidden]
+    return f"{flag} is an option of headstart {' and '.join(having)}" if 1 <= len(having) <= 2 else ""
 
 
 def _translated(words: Sequence[str], name: str, command: Command) -> str:
