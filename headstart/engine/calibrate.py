@@ -31,9 +31,9 @@ MAX_REACH = 0.5
 """Upper bound of the extra cost of a pass at LONG, relative to a pass near position 0, against noise in the times."""
 MIN_SHARE = 0.3  # lower bound of Costs.prompt_share
 CHECKED_DEPTH, TOLERANCE, CHECK_SECONDS = 3, 0.15, 0.3
-"""Stored costs are confirmed once, at the next start: passes must take the stored time within a factor of OUTLIER, and
-the ratio of a pass at CHECKED_DEPTH to a plain one must be the same within TOLERANCE. No step of the check starts later
-than CHECK_SECONDS."""
+"""Stored costs are confirmed once, at the next start. Passes and draft steps must take the stored time within a factor
+of OUTLIER: costs that let no draft start are hardly corrected later. The ratio of a pass at CHECKED_DEPTH to a plain
+one must be the same within TOLERANCE. No step of the check starts later than CHECK_SECONDS."""
 FEW_ROWS, GROWTH = 8, 0.7
 """Experts of n tokens in a row are about n ** GROWTH times those of one: 1.62 and 2.5 times for 2 and 4 tokens
 (cohere.com/blog/mixture-of-experts-models-get-more-from-speculative-decoding)."""
@@ -207,8 +207,8 @@ def _save_record(path: Path, costs: Costs, identity: Mapping[str, Any], *, confi
 
 
 def _holds(engine: Engine, costs: Costs) -> bool | None:
-    """True if plain and deeper passes match the stored costs; None if unknown, because other processes use the cores or
-    the steps take too long."""
+    """True if plain and deeper passes and draft steps match the stored costs; None if unknown, because other processes
+    use the cores or the steps take too long."""
     length, depth = max(min(PROMPT, engine.max_length // 4), 1), min(CHECKED_DEPTH, engine.drafting.max_depth)
     run = _Run(engine, time.perf_counter() + CHECK_SECONDS, deadline_counts=True)
     _, measured = run.measure(1, [0, depth], length)
@@ -221,5 +221,6 @@ def _holds(engine: Engine, costs: Costs) -> bool | None:
         factors.append(lower_quartile(seconds) / costs.passes.at(rows))
     if not factors:
         return None
-    is_alike = min(factors) >= 1 / OUTLIER and max(factors) <= OUTLIER
+    drafts = [lower_quartile(seconds) / costs.drafts.at(count) for count, seconds in measured.drafts.items()]
+    is_alike = all(1 / OUTLIER <= factor <= OUTLIER for factor in (*factors, *drafts))
     return not costs.busy and is_alike and max(factors) <= (1 + TOLERANCE) * min(factors)

@@ -23,12 +23,12 @@ def engine() -> Engine:
 
 
 class Machine:
-    """Its clock: a pass takes so many seconds and each row so many more, times what `load` says in turn; a draft takes
-    as long as a row."""
+    """Its clock: a pass takes so many seconds and each row so many more, times what `load` says in turn; a draft step
+    takes as long as a row, or `draft`."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, base: float, row: float, *load: float) -> None:
         self.now, self.passes = 0.0, 0
-        self.base, self.row, self.load = base, row, itertools.cycle(load or (1.0,))
+        self.base, self.row, self.draft, self.load = base, row, row, itertools.cycle(load or (1.0,))
         honest = engine.runner.forward
 
         def forward(spans: Any) -> Any:
@@ -41,7 +41,7 @@ class Machine:
         propose = drafter.propose
 
         def drafted(requests: Any) -> None:
-            self.now += self.row * max([request.depth for request in requests])
+            self.now += self.draft * max([request.depth for request in requests])
             propose(requests)
 
         monkeypatch.setattr(drafter, "propose", drafted)
@@ -110,6 +110,20 @@ def test_what_a_second_start_does_not_find_is_measured_again(
             costs = known_costs(engine, {"test": 2})
             assert machine.passes > passes
     assert machine.passes < 30 and costs.passes.at(4) / costs.passes.at(1) == pytest.approx(44 / 41, rel=0.01)
+
+
+@pytest.mark.slow
+def test_draft_costs_that_a_second_start_does_not_find_are_measured_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(hub, "cache_dir", lambda: tmp_path)
+    for draft in (0.003, 0.001, 0.001):
+        with monkeypatch.context() as patch:
+            machine = Machine(engine, patch, 0.004, 0.001)
+            machine.draft = draft
+            costs = known_costs(engine, {"test": 4})
+            assert costs.drafts.at(1) == pytest.approx(draft, rel=0.1)
+    assert machine.passes < 30
 
 
 @pytest.mark.slow
