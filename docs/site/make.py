@@ -303,7 +303,7 @@ def serve_outcome(text: str) -> str:
             arguments = serve.read(serve.split(words)[0])
             arguments["vllm"].apply(arguments["engine"].config)
         except ParseError as error:
-            return f"{error.message}: {option_hint(error, 'serve', serve, words)}"
+            return f"{error.message}: {option_hint(error, 'serve', serve, words, lambda: {'serve': serve})}"
         except UsageError as error:
             return f"{error.message}: {error.hint}"
         return "runs"
