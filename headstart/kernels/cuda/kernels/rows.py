@@ -196,7 +196,7 @@ def softplus(x, rate, bias, out, size, num_columns, RATE: tl.constexpr, COUNT: t
     tl.store(out + at, result, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def bounded_decay(x, rate, bias, out, size, num_columns, bound, COUNT: tl.constexpr):
     """bound * sigmoid(rate * (x + bias)), per column."""
     at = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
