@@ -106,7 +106,7 @@ def test_what_is_not_http_is_told_so(server: Inside) -> None:
     assert error_in(answer)["type"] == "invalid_request_error"
     assert b"connection: close" in answer
     chunked = HEAD + b"Authorization: bearer two\r\nTransfer-Encoding: chunked\r\n\r\n"
-    assert "chunk" in error_in(server.exchange(chunked, b"5\r\n{\"pro\r\n", b"size\r\n"))["message"]
+    assert "chunk" in error_in(server.exchange(chunked, b'5\r\n{"pro\r\n', b"size\r\n"))["message"]
 
 
 KEY = b"Authorization: bearer two\r\n"
