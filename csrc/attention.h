@@ -89,7 +89,9 @@ struct QueryState : Softmax {
 
 INLINE QueryState query_state_of(const AttendTask& task, int64_t index) {
     const int64_t row = task.row_of(index), position = task.positions[row];
-    const int64_t oldest = task.window ? position - task.window + 1 : task.chunk ? position - position % task.chunk : 0;
+    const int64_t oldest = task.window  ? std::min<int64_t>(position - task.window + 1, task.visible_start[row])
+                           : task.chunk ? position - position % task.chunk
+                                        : 0;
     QueryState found;
     found.values = task.queries + row * task.query_stride + task.head_of(index) * task.layout.head_dim;
     if (task.bias) found.bias = task.bias + row * task.bias_stride + task.head_of(index) * task.extent;

@@ -92,6 +92,7 @@ int attend(Program& program, int q, nb::object kv_pool, int64_t num_heads, float
         AttendTask task = common;
         static_cast<Tiles&>(task) = tiles_of(*pool, pass, pass.span_of(unit), head);
         task.positions = pass.positions;
+        task.visible_start = pass.visible_start;
         task.visible_end = sees_itself ? pass.positions : pass.visible_end;
         task.first_row = row;
         task.first_query = queries * tile / tiles;

@@ -360,7 +360,7 @@ class DraftLoop {
         pass.block_size = base.block_size;
         pass.first_position = base.first_position;
         pass.token_ids = tokens_.data();
-        pass.positions = pass.visible_end = positions_.data();
+        pass.positions = pass.visible_start = pass.visible_end = positions_.data();
         pass.slots = slots_.data();
         pass.row_starts = pass.unit_starts = pass.logit_rows = pass.row_spans = numbers_.data();
         pass.block_tables = tables_.data();

@@ -69,19 +69,21 @@ Step step_over(const Routing* routing, int64_t pairs, std::vector<int> reads, in
 // Records the routing of rows; returns the index in Program::routings and a buffer that orders the steps.
 std::pair<int, int> route(Program& program, int logits, std::optional<Floats> bias, int64_t top_k, int64_t num_groups,
                           int64_t top_groups, int scoring, bool normalize, float scale, int64_t num_identity,
-                          bool scales_inputs, std::optional<Longs> token_experts) {
+                          bool scales_inputs, std::optional<Longs> token_experts, std::optional<Floats> image_bias) {
     const int64_t count = program.buffers[logits].width;
     require(count <= kMaxExperts && top_k > 0 && num_groups > 0 && count % num_groups == 0 && top_groups > 0 &&
                 top_groups <= num_groups && top_k <= count / num_groups * top_groups && num_identity >= 0 &&
                 num_identity < count,
             "route: top_k, the groups or num_identity do not fit the number of experts");
-    require(!bias || (int64_t)bias->size() == count, "route: the bias length differs from the number of experts");
+    for (const auto* each : {&bias, &image_bias})
+        require(!*each || (int64_t)(*each)->size() == count, "route: the bias length differs from the number of experts");
     require(scoring >= 0 && scoring <= (int)Scoring::SOFTPLUS, "route: unknown scoring");
     require(!token_experts || (int64_t)token_experts->size() % top_k == 0, "route: the table needs top_k experts per token");
     for (size_t i = 0; token_experts && i < token_experts->size(); ++i)
         require(token_experts->data()[i] >= 0 && token_experts->data()[i] < count,
                 "route: the table has an expert id out of range");
     if (token_experts) program.limits.reach(program.limits.tokens, (int64_t)token_experts->size() / top_k);
+    program.limits.marks &= image_bias || !token_experts;
     require(!program.buffers[logits].logits, "route: not defined for logit rows");
     require(!scales_inputs || num_identity == 0, "route: scales_inputs does not support identity experts");
     auto routing = std::make_shared<Routing>(Router{count, top_k, num_groups, top_groups, count - num_identity,
@@ -92,11 +94,14 @@ std::pair<int, int> route(Program& program, int logits, std::optional<Floats> bi
     step.reads = {logits};
     step.writes = {chosen};
     step.by_rows = true;
-    step.owners = {nb::cast(bias), nb::cast(token_experts)};
-    step.run = [&program, logits, top_k, routing = routing.get(), b = bias ? bias->data() : nullptr,
+    step.owners = {nb::cast(bias), nb::cast(token_experts), nb::cast(image_bias)};
+    step.run = [&program, logits, top_k, routing = routing.get(), text = bias ? bias->data() : nullptr,
+                image = image_bias ? image_bias->data() : nullptr,
                 table = token_experts ? token_experts->data() : nullptr](const Pass& pass, int64_t row) {
-        const int64_t* fixed = table ? table + pass.token_ids[row] * top_k : nullptr;
-        program.kernels.route(program.values(logits, row), b, fixed, routing->router, routing->ids.data() + row * top_k,
+        const int32_t id = pass.token_ids[row];
+        const bool is_image = image && id == kImageRow;
+        const int64_t* fixed = table && !is_image ? table + id * top_k : nullptr;
+        program.kernels.route(program.values(logits, row), is_image ? image : text, fixed, routing->router, routing->ids.data() + row * top_k,
                               routing->weights.data() + row * top_k);
     };
     program.add(std::move(step));
@@ -250,7 +255,7 @@ int head_linear(Program& program, int x, nb::list matrices) {
 void bind_expert_steps(nb::class_<Program>& program) {
     program.def("route", route, nb::arg("logits"), nb::arg("bias").none(), nb::arg("top_k"), nb::arg("num_groups"),
                 nb::arg("top_groups"), nb::arg("scoring"), nb::arg("normalize"), nb::arg("scale"), nb::arg("num_identity"),
-                nb::arg("scales_inputs"), nb::arg("token_experts").none());
+                nb::arg("scales_inputs"), nb::arg("token_experts").none(), nb::arg("image_bias").none());
     program.def("experts", experts);
     program.def("head_linear", head_linear);
 }

@@ -116,7 +116,8 @@ struct Tiles {
 // Attention of at most Kernels::max_queries queries of one KV head and sequence. Query i is row first_row + i / group,
 // query head kv_head * group + i % group.
 struct AttendTask : Tiles {
-    const int32_t *positions, *visible_end; // [rows of the pass] position, and last visible position
+    // [rows of the pass] position, last visible position, and a position that the window includes (used with a window)
+    const int32_t *positions, *visible_end, *visible_start;
     int64_t first_row, group, first_query, num_queries;
     int64_t first_position, window; // first position with a key; sliding window, 0: none
     int64_t num_masked;                 // 1 masks the last visible position, so that a row does not see itself; else 0

@@ -24,7 +24,7 @@ class PlannedPass {
     Ints token_ids_, positions_, slots_, row_starts_, logit_rows_;
     Table block_tables_;
     std::optional<Table> rope_positions_;
-    std::optional<Ints> visible_end_, hidden_slots_, adapter_slots_, path_starts_, path_slots_;
+    std::optional<Ints> visible_start_, visible_end_, hidden_slots_, adapter_slots_, path_starts_, path_slots_;
     std::optional<Floats> hidden_;
     std::vector<Ints> state_arrays_;
     std::vector<int32_t> row_spans_, unit_starts_, unit_spans_;

@@ -102,6 +102,7 @@ struct StatePool {
 };
 
 constexpr int kRopeAxes = 3; // of Pass::rope_positions
+constexpr int32_t kImageRow = -1; // token id in rows of images that mark them (headstart/core.py, IMAGE_ROW)
 
 struct Pass;
 
@@ -181,7 +182,7 @@ struct AttendTasks {
 // StepPlan of headstart/core.py as pointers.
 struct Pass {
     int64_t num_rows, num_logits, num_spans, table_width, block_size, first_position;
-    const int32_t *token_ids, *positions, *slots, *visible_end, *row_starts, *block_tables, *logit_rows;
+    const int32_t *token_ids, *positions, *slots, *visible_start, *visible_end, *row_starts, *block_tables, *logit_rows;
     const int32_t* row_spans;                 // [rows] span of each row, if states or paths need it
     const int32_t *path_starts, *path_slots;  // tree drafts: slots of each row's own ancestors (CSR), or nullptr
     int64_t num_units;                        // a unit shares attention tasks: a span, or a row with a path
@@ -212,6 +213,7 @@ struct Scores {
 struct Limits {
     int64_t tokens = INT64_MAX, slots = INT64_MAX, table_slots = INT64_MAX; // slots are written, table_slots read
     int64_t states = INT64_MAX, owned = INT64_MAX, kept = INT64_MAX;
+    bool marks = true; // token ids may be kImageRow
     static void reach(int64_t& limit, int64_t size) { limit = size < limit ? size : limit; }
 };
 

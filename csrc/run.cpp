@@ -80,8 +80,10 @@ template <class Array> std::optional<Array> optional_array(nb::handle owner, con
 void check_pass(const Program& program, const Pass& pass) {
     const Limits& limits = program.limits;
     require(ascends(pass.row_starts, pass.num_spans), "run: the rows' starts do not ascend");
-    require(within(pass.token_ids, pass.num_rows, limits.tokens), "run: a token id is outside the embedding");
-    require(within(pass.positions, pass.num_rows, INT64_MAX) && within(pass.visible_end, pass.num_rows, INT64_MAX),
+    const auto is_known = [&](int32_t id) { return id < limits.tokens && (id >= 0 || (id == kImageRow && limits.marks)); };
+    require(std::all_of(pass.token_ids, pass.token_ids + pass.num_rows, is_known), "run: a token id is outside the embedding");
+    require(within(pass.positions, pass.num_rows, INT64_MAX) && within(pass.visible_end, pass.num_rows, INT64_MAX) &&
+                within(pass.visible_start, pass.num_rows, INT64_MAX),
             "run: a position is below 0");
     require(!pass.rope_positions || within(pass.rope_positions, pass.num_rows * kRopeAxes, INT64_MAX),
             "run: a rotary position is below 0");
@@ -101,7 +103,7 @@ PlannedPass::PlannedPass(const Program& program, nb::handle plan, const HiddenPo
       slots_(array<Ints>(plan, "slots")), row_starts_(array<Ints>(plan, "row_starts")),
       logit_rows_(array<Ints>(plan, "logit_rows")), block_tables_(array<Table>(plan, "block_tables")),
       rope_positions_(optional_array<Table>(plan, "rope_positions")),
-      visible_end_(optional_array<Ints>(plan, "visible_end")), hidden_slots_(optional_array<Ints>(plan, "hidden_slots")),
+      visible_start_(optional_array<Ints>(plan, "visible_start")), visible_end_(optional_array<Ints>(plan, "visible_end")), hidden_slots_(optional_array<Ints>(plan, "hidden_slots")),
       adapter_slots_(optional_array<Ints>(plan, "adapter_slots")),
       hidden_(std::move(hidden)) {
     const int64_t rows = (int64_t)token_ids_.size(), spans = (int64_t)row_starts_.size() - 1;
@@ -110,6 +112,7 @@ PlannedPass::PlannedPass(const Program& program, nb::handle plan, const HiddenPo
     pass.first_position = nb::cast<int64_t>(plan.attr("first_position"));
     require(rows > 0 && (int64_t)positions_.size() == rows && (int64_t)slots_.size() == rows && spans > 0 &&
                 (int64_t)block_tables_.shape(0) == spans && row_starts_.data()[spans] == rows &&
+                (!visible_start_ || (int64_t)visible_start_->size() == rows) &&
                 (!visible_end_ || (int64_t)visible_end_->size() == rows) &&
                 (!rope_positions_ ||
                  ((int64_t)rope_positions_->shape(0) == rows && rope_positions_->shape(1) == kRopeAxes)) &&
@@ -128,6 +131,7 @@ PlannedPass::PlannedPass(const Program& program, nb::handle plan, const HiddenPo
     pass.token_ids = token_ids_.data();
     pass.positions = positions_.data();
     pass.slots = slots_.data();
+    pass.visible_start = visible_start_ ? visible_start_->data() : positions_.data();
     pass.visible_end = visible_end_ ? visible_end_->data() : positions_.data();
     pass.row_starts = row_starts_.data();
     pass.block_tables = block_tables_.data();

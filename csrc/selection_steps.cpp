@@ -109,13 +109,14 @@ int64_t keep_scores(float* scores, int64_t count, int64_t size, const int32_t* k
 
 // Returns a buffer of int32 rows, one for each group of heads: number of selected positions, then the positions, which are
 // left out if all are selected. A window of window_size positions is selected by the score of its last one; whole: with all
-// its positions; local (IndexSpec.local): the last visible window is always selected, and no candidate.
+// its positions; local (IndexSpec.local): the last visible window is always selected, and no candidate. causal: positions
+// after the row's own are no candidates, even if it sees them.
 // blocks > 0: candidates (IndexSpec.candidates) are blocks of block_size windows. candidates: the buffer of the source, a
 // selection of the same top_k, which has the number of candidate blocks, then the blocks, behind its positions; -1: this
 // selection is the source.
 int select_positions(Program& program, int q, int weights, nb::object kv_pool, int64_t heads, int64_t groups,
-                     int64_t top_k, int64_t window_size, bool whole, bool local, int64_t blocks, int64_t block_size,
-                     int candidates) {
+                     int64_t top_k, int64_t window_size, bool whole, bool local, bool causal, int64_t blocks,
+                     int64_t block_size, int candidates) {
     const KVLayout layout = nb::cast<KVPool*>(kv_pool)->layout;
     require(heads > 0 && top_k > 0 && layout.num_heads == 1 && program.buffers[q].width == heads * layout.head_dim &&
                 program.buffers[weights].width == heads && !program.buffers[q].logits,
@@ -125,8 +126,9 @@ int select_positions(Program& program, int q, int weights, nb::object kv_pool, i
             "select_positions: groups must divide the heads, and be at most window_size");
     require(blocks > 0 ? !whole && groups == 1 : candidates < 0, "select_positions: whole windows are not selected among candidates");
     require(whole || !local, "select_positions: local needs whole windows");
-    const auto windows = [window_size, local](const Pass& pass, int64_t row) {
-        return (num_visible(pass, row) - local) / window_size;
+    require(!whole || !causal, "select_positions: whole windows may be later than the row");
+    const auto windows = [window_size, local, causal](const Pass& pass, int64_t row) {
+        return (causal ? pass.positions[row] + 1 - pass.first_position : num_visible(pass, row) - local) / window_size;
     };
     const int64_t dense_limit = blocks > 0 ? std::min(top_k, blocks * block_size) : top_k; // windows
     const int scored = score(program, q, weights, kv_pool, heads, groups, dense_limit, window_size, windows);
@@ -263,7 +265,7 @@ void bind_selection_steps(nb::class_<Program>& program) {
     program
         .def("select_positions", select_positions, nb::arg("q"), nb::arg("weights"), nb::arg("pool"), nb::arg("heads"),
              nb::arg("groups"), nb::arg("top_k"), nb::arg("window_size"), nb::arg("whole"), nb::arg("local"),
-             nb::arg("blocks") = 0, nb::arg("block_size") = 1, nb::arg("candidates") = -1)
+             nb::arg("causal"), nb::arg("blocks") = 0, nb::arg("block_size") = 1, nb::arg("candidates") = -1)
         .def("select_blocks", select_blocks)
         .def("attend_selected", attend_selected, nb::arg("q"), nb::arg("pool"), nb::arg("num_heads"), nb::arg("scale"),
              nb::arg("softcap"), nb::arg("sinks").none(), nb::arg("selected"));

@@ -23,6 +23,7 @@ int embed(Program& program, nb::object matrix, int64_t width) {
     const OwnedMatrix* table = nb::cast<const OwnedMatrix*>(matrix);
     require(table->cols == width, "embed: width differs from the table's columns");
     program.limits.reach(program.limits.tokens, table->rows);
+    program.limits.marks = false;
     const int out = program.buffer(width, false);
     Step step;
     step.label = "rows";

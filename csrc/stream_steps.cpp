@@ -80,14 +80,14 @@ int mix_streams(Program& program, int streams, int x, int weights, int64_t count
     return out;
 }
 
-// Token id + 1 of each row; with `numbers` the number of that id + 1.
+// Token id + 1 of each row; with `numbers` the number of that id + 1; kImageRow for that.
 int token_values(Program& program, std::optional<Longs> numbers) {
     const int out = program.buffer(1, false);
     if (numbers) program.limits.reach(program.limits.tokens, (int64_t)numbers->size());
     Step step = row_step({}, {out}, nb::cast(numbers));
     step.run = [&program, out, table = numbers ? numbers->data() : nullptr](const Pass& pass, int64_t row) {
         const int64_t id = pass.token_ids[row];
-        *program.values(out, row) = (float)(table ? table[id] : id) + 1;
+        *program.values(out, row) = id == kImageRow ? (float)id : (float)(table ? table[id] : id) + 1;
     };
     program.add(std::move(step));
     return out;
@@ -116,8 +116,9 @@ int embed_ngrams(Program& program, int tokens, nb::object matrix, std::vector<in
         int64_t mixed = 0, first = 0;
         bool ended = false;
         for (int64_t i = 0; i < longest; ++i) {
+            ended = ended || last[i] < 0; // an image, or an end: tokens before are not read
             const int64_t token = ended || last[i] == 0 ? end : (int64_t)last[i] - 1;
-            ended = cuts && i > 0 && token == end; // tokens before an end are not read
+            ended = ended || (cuts && i > 0 && token == end);
             mixed ^= token * factors[i];
             for (int64_t head = (i - 1) * each; i > 0 && head < i * each; ++head) {
                 program.kernels.embed(table->local_copy(), first + mixed % sizes[head], to + head * cols);
@@ -204,12 +205,13 @@ int64_t gather_visible(const KVPool& pool, const KVPool& entries, const Pass& pa
                        Tiles& tiles) {
     const int64_t position = pass.positions[row], whole = (position + 1) / visible.every;
     const int64_t picked = visible.selected ? std::min<int64_t>(*visible.selected, whole) : whole;
-    const int64_t near = std::min(position + 1, visible.window), count = picked + near, bytes = pool.layout.tile_bytes();
+    const int64_t oldest = std::max<int64_t>(0, std::min<int64_t>(position - visible.window + 1, pass.visible_start[row]));
+    const int64_t count = picked + pass.visible_end[row] + 1 - oldest, bytes = pool.layout.tile_bytes();
     thread_local std::vector<uint8_t> scratch;
     scratch.resize((count + 15) / 16 * bytes);
     for (int64_t i = 0; i < count; ++i) {
         const bool is_entry = i < picked;
-        const int64_t at = !is_entry            ? position + 1 - near + i - picked
+        const int64_t at = !is_entry            ? oldest + i - picked
                            : picked < whole     ? visible.selected[1 + i]
                                                 : (i + 1) * visible.every - 1;
         const int64_t slot = slot_of(tiles, pass, row, at);

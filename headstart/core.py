@@ -76,6 +76,10 @@ class Constraint(Protocol):
         """Why the text can neither end nor continue; empty if it can. Set by `masks`."""
 
 
+IMAGE_ROW = -1
+"""Token id that layers see in the rows of images, in models whose layers treat these rows in another way."""
+
+
 @dataclass(frozen=True, eq=False)
 class ImageInput:
     """An image as a vision tower reads it."""
@@ -83,11 +87,17 @@ class ImageInput:
     patches: Float32  # [P, channels * patch height * patch width] normalized pixels, patches row by row
     grid: tuple[int, int]  # rows and columns of its tokens
     digest: bytes  # of the pixels and their preparation
+    patch_grid: tuple[int, int]  # rows and columns of its patches; tokens at the lower and right edge may lack some
+    order: Int32 | None = None  # tokens and learned rows (text/image_blocks.py) in the prompt's order; None: tokens
 
     @property
     def num_tokens(self) -> int:
-        """Positions of the image in a prompt."""
         return self.grid[0] * self.grid[1]
+
+    @property
+    def num_rows(self) -> int:
+        """Positions of the image in a prompt."""
+        return self.num_tokens if self.order is None else len(self.order)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,13 +107,15 @@ class PlacedImage:
     first: int
     image: ImageInput
     is_bidirectional: bool = False  # all positions of the image attend to each other, so one pass computes all
+    widens_windows: bool = False  # so do those that are farther apart than a window reaches
     has_axes: bool = False  # the rotary positions have three axes, from `rope_positions`
     offset: int = 0  # first feature of the image at this place; other places may hold the other features
     count: int = 0  # features at this place; 0: all
+    is_marked: bool = False  # the trunk's layers see IMAGE_ROW for its tokens
 
     @property
     def end(self) -> int:
-        return self.first + (self.count or self.image.num_tokens)
+        return self.first + (self.count or self.image.num_rows)
 
 
 def rope_positions(images: Seq[PlacedImage]) -> Int32:
@@ -368,6 +380,7 @@ class Rows:
     # last position that every row attends to, or [n] that of each row; None: each row attends up to its own position
     visible_end: int | Int32 | None = None
     parents: Seq[int] | None = None  # [n] parent row of each row in a draft tree; None: a chain
+    visible_start: Int32 | None = None  # [n] as in StepPlan
 
 
 @dataclass(eq=False)
@@ -409,6 +422,7 @@ class StepPlan:
     positions: Int32  # [R]
     slots: Int32  # [R] KV slot that the row writes
     visible_end: Int32 | None = None  # [R] last position that the row attends to; None: its own
+    visible_start: Int32 | None = None  # [R] a position that every window of the row includes; None: its own
     paths: Paths | None = None  # ancestors of tree rows, which attend up to their own position
     row_starts: Int32  # [S + 1] rows of sequence s are row_starts[s] .. row_starts[s + 1] - 1
     block_tables: Int32  # [S, B] block ids, padded with 0

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence as Seq
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 
@@ -12,6 +12,7 @@ from headstart.cache.blocks import STATE, TRUNK
 from headstart.cache.kv_cache import KVCacheManager
 from headstart.cache.recurrent import states_from_zero
 from headstart.core import (
+    IMAGE_ROW,
     Draft,
     Float32,
     Int32,
@@ -124,11 +125,15 @@ def whole_sequences_plan(texts: Iterable[Seq[int]], first_position: int = 0) -> 
 def _set_visibility(plan: StepPlan, rows: Seq[Rows]) -> None:
     """Sets visible_end and paths where rows attend beyond themselves or form a tree (see core.Rows)."""
     plan.visible_end = plan.positions.copy()
+    if any(part.visible_start is not None for part in rows):
+        plan.visible_start = plan.positions.copy()
     starts, slots = [0], list[int]()
     for part, row in zip(rows, plan.row_starts.tolist(), strict=False):
         count = len(part.token_ids)
         if part.visible_end is not None:
             plan.visible_end[row : row + count] = part.visible_end
+        if part.visible_start is not None and plan.visible_start is not None:
+            plan.visible_start[row : row + count] = part.visible_start
         lines: list[list[int]] = []  # for each row of a tree, the rows from its root to itself
         for i, parent in enumerate(part.parents or ()):
             lines.append([*(lines[parent] if parent >= 0 else ()), row + i])
@@ -149,12 +154,13 @@ def span_rows(span: Span) -> Rows:
     token_ids = pending + draft.tokens[: span.num_rows - len(pending)] + [leaf.token for leaf in draft.leaves]
     wants_all = prompt_logprobs is not None and sequence.num_prompt_logprobs < sequence.num_prompt - 1
     num_logits = len(token_ids) if wants_all else span.num_sample
-    visible_end = _image_ends(span) if sequence.request.images else None
-    if not draft.leaves:
-        return Rows(sequence, span.start, token_ids, num_logits, visible_end)
-    count = len(pending)
-    parents = [*range(-1, count - 1), *(parent + count for parent in draft.parents)]
-    return Rows(sequence, span.start, token_ids, num_logits, visible_end, parents)
+    parents = None
+    if draft.leaves:
+        parents = [*range(-1, len(pending) - 1), *(parent + len(pending) for parent in draft.parents)]
+    rows = Rows(sequence, span.start, token_ids, num_logits, parents=parents)
+    if sequence.request.images:
+        _see_images(span, rows)
+    return rows
 
 
 def images_of(span: Span) -> Iterator[tuple[PlacedImage, int, int]]:
@@ -165,13 +171,26 @@ def images_of(span: Span) -> Iterator[tuple[PlacedImage, int, int]]:
             yield placed, start, end
 
 
-def _image_ends(span: Span) -> Int32 | None:
-    """Last position that each row of the span attends to; None: its own."""
+def _see_images(span: Span, rows: Rows) -> None:
+    """Sets the positions that the rows of images see, if these attend to each other."""
     found = [each for each in images_of(span) if each[0].is_bidirectional]
-    ends = np.arange(span.start, span.start + span.num_rows, dtype=np.int32)
+    starts = np.arange(span.start, span.start + span.num_rows, dtype=np.int32)
+    ends = starts.copy()
     for placed, start, end in found:
-        ends[start - span.start : end - span.start] = placed.end - 1
-    return ends if found else None
+        inside = slice(start - span.start, end - span.start)
+        starts[inside] = placed.first if placed.widens_windows else starts[inside]
+        ends[inside] = placed.end - 1
+    if found:
+        rows.visible_start, rows.visible_end = starts, ends
+
+
+def _marked(span: Span, rows: Rows) -> Rows:
+    """The rows with IMAGE_ROW for the tokens of images that are marked."""
+    token_ids = list(rows.token_ids)
+    for placed, start, end in images_of(span):
+        if placed.is_marked:
+            token_ids[start - span.start : end - span.start] = [IMAGE_ROW] * (end - start)
+    return replace(rows, token_ids=token_ids)
 
 
 @dataclass(frozen=True)
@@ -337,7 +356,8 @@ class Runner:
         states = self.memory.states.plan(spans) if self.memory.states else None
         if self.vision is not None and any(True for span in spans for _ in images_of(span)):
             embedded = self._embed_images(self.vision, spans, parts)
-            output = self.run(self.trunk, FORWARD_EMBEDDED, parts, hidden=embedded, states=states)
+            marked = [_marked(*each) for each in zip(spans, parts, strict=True)]
+            output = self.run(self.trunk, FORWARD_EMBEDDED, marked, hidden=embedded, states=states)
         else:
             output = self.run(self.trunk, FORWARD, parts, states=states)
         self.num_passes += 1

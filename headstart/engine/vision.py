@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headstart.core import Float32, ImageInput, Int32, StepPlan
 from headstart.kernels.ops import Backend, Handle
@@ -42,7 +43,7 @@ class VisionEncoder:
         self._features: OrderedDict[bytes, Float32] = OrderedDict()  # digest -> features, least recently used first
 
     def features(self, image: ImageInput) -> Float32:
-        """Rows of the trunk [num_tokens, H], with deep mergers those for its first layers beside them."""
+        """Rows of the trunk [num_rows, H], with deep mergers those for its first layers beside them."""
         if (known := self._features.get(image.digest)) is None:
             known = self._features[image.digest] = self._encode(image)
         self._features.move_to_end(image.digest)
@@ -75,24 +76,31 @@ class VisionEncoder:
         size, num_tokens = config.merge**2, image.num_tokens
         groups = windows(image.grid, config.window) if config.window else [np.arange(num_tokens, dtype=np.int32)]
         tokens = np.concatenate(groups)
-        patches = (tokens[:, None] * size + np.arange(size)).reshape(-1)
         places = patch_places(image.grid, config.merge)
+        present: NDArray[np.bool] = np.all(places < np.array(image.patch_grid), axis=1)
+        places = places[present]
+        wanted = (tokens[:, None] * size + np.arange(size)).reshape(-1)  # patches of each token in the order of groups
+        filled = np.flatnonzero(present[wanted])  # those that exist
+        patches = (np.cumsum(present) - 1)[wanted[filled]]
         axes = np.concatenate((np.zeros((len(places), 1), np.int32), places), 1)[patches]
-        whole, local = _plan([num_tokens * size], axes), _plan([len(each) * size for each in groups], axes)
+        sizes = [int(present.reshape(-1, size)[each].sum()) for each in groups]
+        whole, local = _plan([len(places)], axes), _plan(sizes, axes)
         self._reserve(max(BLOCK * int(plan.block_tables.max() + 1) for plan in (whole, local)))
         x = self._run(self._programs.embed, image.patches, whole)["out"]
         if network.positions is not None:
-            x = x + network.position_rows(places, (image.grid[0] * config.merge, image.grid[1] * config.merge))
+            x = x + network.position_rows(places, image.patch_grid)
         x = x[patches]
         features = np.empty((num_tokens, len(network.mergers) * config.out), np.float32)
         for stage, program in zip(self._stages, self._programs.stages, strict=True):
             outputs = self._run(program, x, local if stage.is_windowed else whole)
             x = outputs["out"]
             if (number := stage.merger) is not None:
-                rows = network.mergers[number].side_by_side(outputs.get("merged", x), size)
+                whole_tokens = np.zeros((num_tokens * size, x.shape[1]), np.float32)  # 0 for patches that are missing
+                whole_tokens[filled] = outputs.get("merged", x)
+                rows = network.mergers[number].side_by_side(whole_tokens, size)
                 merged = self._run(self._programs.mergers[number], rows, _plan([num_tokens]))["out"]
                 features[tokens, number * config.out : (number + 1) * config.out] = merged
-        return features
+        return features if image.order is None else np.concatenate((features, *network.learned))[image.order]
 
     def _run(self, handle: Handle, rows: Float32, plan: StepPlan) -> dict[str, Float32]:
         """Copies of a program's results."""

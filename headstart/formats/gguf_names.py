@@ -96,6 +96,7 @@ _BLOCK: Mapping[str, str] = {
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
     "exp_probs_b": "mlp.gate.e_score_correction_bias",  # Hunyuan 3, without suffix
+    "exp_probs_b_vl.bias": "mlp.gate.image_bias",
     "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",  # other models; the canonical name has no suffix
     "ffn_routed_down": "mlp.fc1_latent_proj",
     "ffn_routed_up": "mlp.fc2_latent_proj",

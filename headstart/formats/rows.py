@@ -188,6 +188,12 @@ class JoinedRows(Deferred):
         return make_tensor(self.name, (len(rows), self.shape[1]), dtype, data)
 
 
+def equal_parts(tensor: Source, count: int) -> list[RowSubset]:
+    """Matrices of equally many rows that are stored as one, in their order."""
+    rows = np.arange(tensor.shape[0], dtype=np.int64)
+    return [RowSubset(tensor, part) for part in np.split(rows, count)]
+
+
 def unpermute_rows(tensor: Source, num_heads: int, rotary: int | None = None) -> RowSubset:
     """q_proj or k_proj, weight or bias [num_heads * head_dim, ...], in Hugging Face's row order: all first elements of
     a head's rotary pairs, then all second ones. llama.cpp puts the two of a pair side by side. `rotary`: number of

@@ -127,14 +127,16 @@ class Ops(Protocol):
         """Rows of table [vocab, width] at ids [R] -> [R, width]."""
 
     def token_values(self, ids: Buffer, numbers: Weight | None = None) -> Buffer:
-        """Token ids [R] + 1 as floats [R, 1]; with numbers [V] (see Backend.index) the number of each id + 1."""
+        """Token ids [R] + 1 as floats [R, 1]; with numbers [V] (see Backend.index) the number of each id + 1. IMAGE_ROW
+        for IMAGE_ROW."""
 
     def embed_ngrams(self, table: Weight, last: Buffer, spec: NGramSpec) -> Buffer:
         """Rows of table [rows, width] at hashes of each row's last tokens -> [R, hashes * width].
 
-        last [R, n]: token ids + 1, the row's own first, 0 before the text (n = spec.longest). A missing token is
-        spec.end; with spec.cuts also one after which (nearer to the row, but not the row's own) lies spec.end. The
-        hash of the last k tokens is XOR of token_i * factors[i] over i < k, modulo the rows of each hash."""
+        last [R, n]: token_values, the row's own first, 0 before the text (n = spec.longest). A missing token is
+        spec.end; so are IMAGE_ROW and all tokens before it, and with spec.cuts those before a spec.end that is not the
+        row's own. The hash of the last k tokens is XOR of token_i * factors[i] over i < k, modulo the rows of each
+        hash."""
 
     def signed_sqrt(self, x: Buffer, least: float) -> Buffer:
         """sign(x) * sqrt(max(|x|, least)); 0 for 0."""
@@ -216,11 +218,13 @@ class Ops(Protocol):
         experts: Experts,
         spec: RouterSpec,
         token_experts: tuple[Weight, Buffer] | None = None,
+        image_bias: tuple[Weight, Buffer] | None = None,
     ) -> Buffer:
         """Mixture of experts: the weighted sum of each row's experts in ascending order of id -> [R, out].
 
         x [R, in]; logits [R, E] of the router; bias [E] (for the choice only). token_experts = (table [V * top_k] (see
-        Backend.index), token ids [R]): the experts are looked up by token; logits only weigh them."""
+        Backend.index), token ids [R]): the experts are looked up by token; logits only weigh them. image_bias = (bias
+        [E], token ids [R]): rows with IMAGE_ROW for their token have this bias, and no experts by token."""
 
     def rope(self, x: Buffer, positions: Buffer, spec: RopeSpec, head_dim: int) -> Buffer:
         """Rotary embedding of each head of x [R, heads * head_dim] at positions [R]."""
@@ -235,11 +239,11 @@ class Ops(Protocol):
         """Select the positions that each row attends to (lightning indexer).
 
         score = sum over heads of weight * max(q . k, 0); q [R, heads * head_dim], weights [R, heads], keys in the pool.
-        Candidates are the positions up to plan.visible_end that end a window of spec.every, counted from
-        plan.first_position. The spec.top_k best are selected (ties: the lower position; NaN last); with spec.whole all
-        positions of their windows, and those after the last whole window. With spec.local the window of
-        plan.visible_end is no candidate, and all its positions up to there are selected. Each of spec.groups groups of
-        heads selects for as many KV heads.
+        Candidates are the positions up to plan.visible_end (with spec.causal the row's own) that end a window of
+        spec.every, counted from plan.first_position. The spec.top_k best are selected (ties: the lower position; NaN
+        last); with spec.whole all positions of their windows, and those after the last whole window. With spec.local
+        the window of plan.visible_end is no candidate, and all its positions up to there are selected. Each of
+        spec.groups groups of heads selects for as many KV heads.
 
         With spec.candidates the candidates, in order, form blocks of `size`; the last block may be shorter. Its source
         keeps the `count` blocks with the greatest scores (a block's: that of its best candidate; ties: the lower
@@ -294,7 +298,8 @@ class Ops(Protocol):
     ) -> Buffer:
         """`attend` over `pool` and, in the same softmax, over compressed `entries`.
 
-        Entries lie at the positions p with (p + 1) % every == 0, up to the row's own. chosen: only entries selected in
+        Entries lie at the positions p with (p + 1) % every == 0, up to the row's own, even where plan.visible_end is
+        later. chosen: only entries selected in
         that indexer pool."""
 
     def attend(
@@ -304,9 +309,9 @@ class Ops(Protocol):
         """Attention of q [R, heads * head_dim] over its sequence's keys and values -> [R, heads * value_width].
 
         A row sees positions from max(plan.first_position, position - window + 1, start of its chunk) to
-        plan.visible_end (with spec.causal to its own, with spec.excludes_self to the one before). With
-        spec.block_window the window is that of plan.block_starts. plan.paths and the block tables say where they lie;
-        any layer may have written them, in this pass or before.
+        plan.visible_end (with spec.causal to its own, with spec.excludes_self to the one before). A window reaches to
+        plan.visible_start at least. With spec.block_window it is that of plan.block_starts. plan.paths and the block
+        tables say where they lie; any layer may have written them, in this pass or before.
         sinks [heads]: one more logit in each head's softmax, without a value. chosen: an indexer's pool; the row sees
         only the positions selected there, and sums them in order as if they were consecutive from
         plan.first_position. bias [R, heads * E]: added to the scaled scores of the row's own position (a head's last

@@ -72,9 +72,10 @@ class NGramSpec:
         found: list[Any] = []
         each, first, mixed, ended = len(self.sizes) // (self.longest - 1), 0, 0, last[..., 0] < 0
         for i, factor in enumerate(self.factors):
+            ended = ended | (last[..., i] < 0)
             missing = (ended | (last[..., i] == 0)) * 1
             token = (last[..., i] - 1) * (1 - missing) + self.end * missing
-            ended = ended if i == 0 or not self.cuts else token == self.end
+            ended = ended | (token == self.end) if i and self.cuts else ended
             mixed = mixed ^ (token * factor)
             for size in self.sizes[(i - 1) * each : i * each] if i else ():
                 found.append(first + mixed % size)
@@ -191,7 +192,6 @@ class _OneKeyHead:
     window: ClassVar[int] = 0
     block_window: ClassVar[bool] = False
     chunk: ClassVar[int] = 0
-    causal: ClassVar[bool] = False
     excludes_self: ClassVar[bool] = False
 
 
@@ -216,6 +216,7 @@ class IndexSpec(_OneKeyHead):
     whole: bool = False  # all positions of the selected windows, and those after the last whole window
     local: bool = False  # with `whole`: the row's own window always, and top_k windows before it
     groups: int = 1  # selections, each by equally many heads, for equally many KV heads
+    causal: bool = False  # positions after the row's own are no candidates; for single positions
     candidates: CandidateSpec | None = None  # None: all keys up to the row can be selected
 
 
@@ -226,6 +227,7 @@ class CompressSpec(_OneKeyHead):
     every: int  # positions of a window
     dim: int  # features of an entry
     overlap: bool = False  # an entry covers two windows, each with its own part of the projections
+    causal: ClassVar[bool] = False
 
     @property
     def width(self) -> int:

@@ -276,9 +276,10 @@ class StreamedOps:
         return self._result({"last": last}, compute)
 
     def moe(
-        self, x: Buffer, logits: Buffer, bias: Any, experts: Experts, spec: RouterSpec, token_experts: Any = None
-    ) -> Buffer:
-        """See Ops.moe."""
+        self, x: Buffer, logits: Buffer, bias: Any, experts: Experts, spec: RouterSpec, token_experts: Any = None,
+        image_bias: Any = None,
+    ) -> Buffer:  # fmt: skip
+        """See Ops.moe. `image_bias` is not used: these are passes over texts."""
         if not isinstance(experts.down[0], LazyWeight):
             return self._ops.moe(x, logits, self._backend.load(bias), experts, spec, token_experts)
         table = None if token_experts is None else token_experts[0]

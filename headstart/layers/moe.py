@@ -46,6 +46,8 @@ class MoEConfig:
     latent_eps: float = 0.0  # of a norm of what these experts write; 0: no norm
     always: int = 0  # the last of the routed experts, which every row takes: their biases are large
     table: int = 0  # rows of `gate.table` [V, top_k], which names the experts of each token; 0: the router selects
+    # rows of images have their own bias, `gate.image_bias` [E], and no table, if the checkpoint has it
+    image_bias: bool = False
     num_kernels: ClassVar[int] = 10
 
     def routed_experts(self, hidden: int) -> RoutedExperts:
@@ -80,6 +82,9 @@ class MoEConfig:
             shared=self._shared().build(weights, f"{prefix}.shared_experts", hidden) if self.shared else None,
             shared_gate=self._shared_gate(weights, f"{prefix}.shared_expert_gate.weight", hidden),
             table=table,
+            image_bias=weights.get(f"{gate}.image_bias", count)
+            if self.image_bias and weights.has(f"{gate}.image_bias")
+            else None,
         )
 
     def _shared_gate(self, weights: Weights, name: str, hidden: int) -> Linear | None:
@@ -123,23 +128,24 @@ class MoE:
     latent: tuple[Linear, Linear] | None = None
     latent_norm: RMSNorm | None = None
     table: Weight | None = None
+    image_bias: Weight | None = None
 
     def __call__(self, ops: Ops, x: Buffer, token_ids: Buffer = None) -> Buffer:
         logits = self.router(ops, x)
-        assert self.table is None or token_ids is not None, "experts by token id only work in a trunk"
-        token_experts = None if self.table is None else (self.table, token_ids)
         if self.shared is None:
-            return self._routed(ops, x, logits, token_experts)
+            return self._routed(ops, x, logits, token_ids)
         gate = self.shared_gate(ops, x) if self.shared_gate else None
         shared = self.shared(ops, x)
-        routed = self._routed(ops, x, logits, token_experts)
+        routed = self._routed(ops, x, logits, token_ids)
         return ops.add(routed, shared if gate is None else ops.sigmoid_mul(gate, shared))
 
-    def _routed(self, ops: Ops, x: Buffer, logits: Buffer, token_experts: tuple[Weight, Buffer] | None) -> Buffer:
+    def _routed(self, ops: Ops, x: Buffer, logits: Buffer, token_ids: Buffer) -> Buffer:
+        table, bias = (None if each is None else (each, token_ids) for each in (self.table, self.image_bias))
+        assert (table or bias) is None or token_ids is not None, "experts by token id only work in a trunk"
         if self.latent is None:
-            return ops.moe(x, logits, self.bias, self.experts, self.spec, token_experts)
+            return ops.moe(x, logits, self.bias, self.experts, self.spec, table, bias)
         down, up = self.latent
-        y = ops.moe(down(ops, x), logits, self.bias, self.experts, self.spec, token_experts)
+        y = ops.moe(down(ops, x), logits, self.bias, self.experts, self.spec, table, bias)
         return up(ops, self.latent_norm(ops, y) if self.latent_norm else y)
 
 

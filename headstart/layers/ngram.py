@@ -23,6 +23,7 @@ from functools import cache
 import numpy as np
 from numpy.typing import NDArray
 
+from headstart.core import IMAGE_ROW
 from headstart.kernels.ops import Buffer, Ops, Pool, Weight
 from headstart.kernels.specs import ConvSpec, NGramSpec
 from headstart.layers.linear import Linear
@@ -44,6 +45,7 @@ class NGramMemoryConfig:
     streams: int  # residual streams
     taps: int = 0  # of the convolution; 0: there is none
     dilation: int = 1
+    images: bool = False  # rows of images (IMAGE_ROW) get no addition
     normalized: tuple[int, int] | None = None  # (tokens, different numbers of them); None: a token's number is its id
 
     def state_specs(self, hidden: int) -> tuple[ConvSpec, ...]:
@@ -76,6 +78,7 @@ class NGramMemoryConfig:
                 lambda: np.kron(np.eye(self.streams), np.full(hidden, hidden**-0.5)),
             )),
             taps=self._taps(weights, f"{prefix}.conv1d", conv[0]) if conv else None,
+            nothing=weights.zeros(hidden) if self.images else None,
         )  # fmt: skip
 
     def _taps(self, weights: Weights, name: str, spec: ConvSpec) -> Weight:
@@ -106,6 +109,7 @@ class NGramMemory:
     conv_norm: GroupedRMSNorm | None
     sums: Linear  # sums over each stream's features, divided by sqrt(H)
     taps: Weight | None
+    nothing: Weight | None  # the value in rows of images
 
     def __call__(self, ops: Ops, streams: Buffer, token_ids: Buffer, pools: tuple[Pool, ...]) -> Buffer:
         """Streams [R, n * H] with the memory's addition. `pools`: of `state_specs`; None in training."""
@@ -113,6 +117,8 @@ class NGramMemory:
         own = repeat_streams(ops, ops.token_values(token_ids, self.numbers), tokens.channels)
         e = ops.embed_ngrams(self.table, ops.causal_conv(own, self.last, pools[0], tokens), self.spec)
         keys, value = self.key_norm(ops, self.key_proj(ops, e)), self.value_proj(ops, e)
+        if self.nothing is not None:
+            value = ops.put_where(value, token_ids, IMAGE_ROW, self.nothing)
         products = ops.activate_mul(keys, self.query_norm(ops, streams), "identity")
         gates = ops.signed_sqrt(self.sums(ops, products), LEAST)
         added = ops.sigmoid_mul(gates, repeat_streams(ops, value, count))

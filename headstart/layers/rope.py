@@ -115,6 +115,13 @@ def _axes(sections: Any, interleaved: bool) -> tuple[int, ...]:
     return tuple(i % 3 if i < 3 * sections[i % 3] else 0 for i in range(sum(sections)))
 
 
+def axial_rope(dim: int, theta: float, axes: tuple[int, int] = (1, 2)) -> RopeSpec:
+    """The rope of heads whose two halves of frequencies, which are equal, turn by two axes (see RopeSpec.axes)."""
+    quarter = dim // 4
+    frequencies = tuple((theta ** (-np.arange(quarter) / quarter)).tolist())
+    return RopeSpec(frequencies * 2, dim, axes=(axes[0],) * quarter + (axes[1],) * quarter)
+
+
 def rope_base(rope: RopeSpec) -> float:
     """The base, from the two fastest frequencies, which most kinds of scaling keep or divide by one number."""
     first, second = (*rope.inv_freq, 0.0)[:2]

@@ -123,6 +123,7 @@ class VisionConfig:
     merger: MergerConfig  # of the last layer's output: replaces embeddings in the trunk's rows
     deep: tuple[tuple[int, MergerConfig], ...] = ()  # (layer, merger of its output), added to the trunk's first layers
     out: int  # the trunk's hidden size
+    learned: tuple[str, ...] = ()  # rows of the trunk beside those of tokens (text/image_blocks.py), by name
 
     @property
     def spec(self) -> AttentionSpec:
@@ -169,6 +170,7 @@ class VisionConfig:
             positions=weights.raw("vision.position_embedding.weight", size).float32() if size[0] else None,
             layers=[each.build(weights, f"vision.layers.{i}", hidden) for i, each in enumerate(self.layers)],
             mergers=[each.build(weights, self) for each in self.mergers],
+            learned=[weights.raw(f"vision.{name}", (self.out,)).float32()[None] for name in self.learned],
         )
 
 
@@ -192,6 +194,7 @@ class VisionNetwork:
     positions: Float32 | None  # [num_positions, hidden]
     layers: list[DecoderLayer]
     mergers: list[Merger]
+    learned: list[Float32]  # [1, out] each
 
     @property
     def stages(self) -> list[Stage]:

@@ -38,6 +38,7 @@ KEYS = {
 """Metadata keys after `clip.vision.` -> keys of vision_config."""
 STATISTICS = ("image_mean", "image_std")  # after `clip.vision.`, and in preprocessor_config.json
 SCALE_FACTOR = "clip.vision.projector.scale_factor"
+MIN_PIXELS, MAX_PIXELS = (f"clip.vision.image_{name}_pixels" for name in ("min", "max"))
 
 
 def names(merger: Mapping[str, str | None], parts: Mapping[str, str] = MappingProxyType({})) -> Names:

@@ -13,10 +13,11 @@ import numpy as np
 
 from headstart.errors import ModelError
 from headstart.formats.rows import RowSubset
-from headstart.kernels.ops import AttentionSpec, RawTensor, RopeSpec
+from headstart.kernels.ops import AttentionSpec, RawTensor
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.layers.linear import BOUNDS
+from headstart.layers.rope import axial_rope
 from headstart.layers.vision import CHANNELS, MergerConfig, VisionConfig
 from headstart.models import _clip, _siglip, keys
 from headstart.models.base import ProjectorLayout, VisionFamily
@@ -85,14 +86,12 @@ def _tower(config: dict[str, Any], num_positions: int, trunk: DecoderConfig) -> 
     if dim % 4 or heads % kv_heads or kind not in ("axial", "default"):
         what = f"config.json: {heads} and {kv_heads} heads of {dim} features and rope {kind!r} in the vision tower"
         raise ModelError(what, "heads need a multiple of 4 features")
-    quarter = dim // 4
-    frequencies = tuple((keys.real(rope, "rope_theta", 100.0) ** (-np.arange(quarter) / quarter)).tolist())
     bias = keys.flag(config, "attention_bias")
     layer = keys.layer(
         config,
         AttentionConfig(
             spec=AttentionSpec(heads, kv_heads, dim, 1.0), qkv_bias=bias, o_bias=bias, qk_norm=True, v_norm=True,
-            rope=RopeSpec(frequencies * 2, dim, axes=(2,) * quarter + (1,) * quarter),
+            rope=axial_rope(dim, keys.real(rope, "rope_theta", 100.0), axes=(2, 1)),
         ),
         keys.mlp(config),
         norms="sandwich",
@@ -137,7 +136,7 @@ def read_projector(metadata: Config, tensors: Collection[str]) -> tuple[dict[str
     """ProjectorLayout.read."""
     written = {**DEFAULTS, **_clip.vision_config(metadata, layer_norm_eps="rms_norm_eps")}
     merge = keys.number(metadata, _clip.SCALE_FACTOR, default=DEFAULTS["pooling_kernel_size"])
-    pixels = keys.number(metadata, "clip.vision.image_max_pixels", default=0, least=0)
+    pixels = keys.number(metadata, _clip.MAX_PIXELS, default=0, least=0)
     written |= {
         "head_dim": keys.number(written, "hidden_size") // keys.number(written, "num_attention_heads"),
         "pooling_kernel_size": merge,

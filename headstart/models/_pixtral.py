@@ -97,12 +97,7 @@ def adapt(tensors: dict[str, RawTensor], config: VisionConfig, from_gguf: bool) 
     if from_gguf:
         turned = [name for name in tensors if name.endswith((".q_proj.weight", ".k_proj.weight"))]
         tensors = tensors | {name: unpermute_rows(tensors[name], config.spec.num_heads) for name in turned}
-    name, size = "vision.merger.join.weight", config.merge**2
-    join = tensors[name]
-    if join.shape[-1] == config.hidden_size * size:
-        order = np.arange(join.shape[-1], dtype=np.int64).reshape(-1, size).T.reshape(-1)
-        join = join.transposed().take_rows(order).transposed()
-    return {**_siglip.as_matrix(tensors, config), name: join}
+    return _siglip.patch_by_patch(_siglip.as_matrix(tensors, config), config, "vision.merger.join.weight")
 
 
 def read_projector(metadata: Config, tensors: Collection[str]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 
 from headstart.errors import ModelError
-from headstart.formats.rows import RowSubset
-from headstart.kernels.ops import AttentionSpec, RawTensor, RopeSpec
+from headstart.formats.rows import equal_parts
+from headstart.kernels.ops import AttentionSpec, RawTensor
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import LayerConfig
 from headstart.layers.mlp import MLPConfig
+from headstart.layers.rope import axial_rope
 from headstart.layers.vision import CHANNELS, MergerConfig, VisionConfig
 from headstart.models import _clip, _siglip, keys
 from headstart.models.base import ProjectorLayout, VisionFamily
@@ -86,13 +87,11 @@ def _tower(config: dict[str, Any], trunk: DecoderConfig) -> VisionConfig:
     hidden, heads, merge = (keys.number(config, key) for key in ("hidden_size", "num_heads", "spatial_merge_size"))
     if hidden % (4 * heads):
         raise ModelError(f"config.json: {heads} heads of {hidden} features in the vision tower")
-    side, patch, is_windowed = hidden // heads // 4, keys.number(config, "patch_size"), "window_size" in config
-    frequencies = tuple((ROPE_BASE ** (-np.arange(side) / side)).tolist())
-    rope = RopeSpec(frequencies * 2, 4 * side, axes=(1,) * side + (2,) * side)
-    spec = AttentionSpec(heads, heads, 4 * side, (4 * side) ** -0.5)
+    dim, patch, is_windowed = hidden // heads, keys.number(config, "patch_size"), "window_size" in config
+    spec = AttentionSpec(heads, heads, dim, dim**-0.5)
     gated = config["hidden_act"] == "silu"
     layer = LayerConfig(
-        mixer=AttentionConfig(spec=spec, rope=rope, qkv_bias=True, o_bias=True),
+        mixer=AttentionConfig(spec=spec, rope=axial_rope(dim, ROPE_BASE), qkv_bias=True, o_bias=True),
         mlp=MLPConfig(
             inner=keys.number(config, "intermediate_size"), activation=keys.activation(config), gated=gated, bias=True
         ),
@@ -155,9 +154,7 @@ def adapt(tensors: dict[str, RawTensor], config: VisionConfig, from_gguf: bool) 
     found: dict[str, RawTensor] = {}
     for name, tensor in tensors.items():
         if ".qkv_proj." in name and tensor.shape[0] == 3 * config.hidden_size:
-            for i, letter in enumerate("qkv"):
-                rows = np.arange(i * config.hidden_size, (i + 1) * config.hidden_size, dtype=np.int64)
-                found[name.replace("qkv", letter)] = RowSubset(tensor, rows)
+            found |= {name.replace("qkv", part): each for part, each in zip("qkv", equal_parts(tensor, 3), strict=True)}
         elif name == "vision.patch_embedding.0.weight" and np.prod(tensor.shape) == patch_elements:
             pixels = tensor.shaped(config.hidden_size * CHANNELS * config.frames, config.patch_size**2)
             for frame in range(config.frames):
@@ -177,7 +174,7 @@ def read_projector(metadata: Config, tensors: Collection[str]) -> tuple[dict[str
     written["deepstack_visual_indexes"] = _clip.deep_layers(metadata)
     side = written["image_size"] // written["patch_size"] if "v.position_embd.weight" in tensors else 0
     written["num_position_embeddings"] = side**2
-    limits = {f"{name}_pixels": metadata.get(f"clip.vision.image_{name}_pixels") for name in ("min", "max")}
+    limits = {"min_pixels": metadata.get(_clip.MIN_PIXELS), "max_pixels": metadata.get(_clip.MAX_PIXELS)}
     return {"vision_config": written}, {**_clip.statistics(metadata), **limits}
 
 

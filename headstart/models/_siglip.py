@@ -5,6 +5,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from headstart.errors import ModelError
 from headstart.kernels.ops import AttentionSpec, RawTensor
 from headstart.layers.attention import AttentionConfig
@@ -66,6 +68,15 @@ def tower(
         patch_size=patch, hidden_size=hidden, positions=grid, eps=eps, merge=grid // side, out=out,
         layers=(layer,) * keys.num_layers(config), merger=merger,
     )  # fmt: skip
+
+
+def patch_by_patch(tensors: dict[str, RawTensor], config: VisionConfig, name: str) -> dict[str, RawTensor]:
+    """The tensors with the columns of a merger's first matrix patch by patch; stored, they are feature by feature."""
+    matrix, size = tensors[name], config.merge**2
+    if matrix.shape[-1] != config.hidden_size * size:
+        return tensors  # refused when the merger is built
+    order = np.arange(matrix.shape[-1], dtype=np.int64).reshape(-1, size).T.reshape(-1)
+    return {**tensors, name: matrix.transposed().take_rows(order).transposed()}
 
 
 def as_matrix(tensors: dict[str, RawTensor], config: VisionConfig, _: bool = False) -> dict[str, RawTensor]:

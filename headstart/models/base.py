@@ -57,6 +57,9 @@ class VisionFamily:
     # canonical name of a tensor that VisionConfig.build takes -> of the checkpoint's tensor that holds its values
     stored: Callable[[str], str] = str
     projector: ProjectorLayout | None = None
+    key: str = "vision_config"  # of config.json, which promises the tower
+    # canonical names of the trunk's tensors without which it reads no images
+    needed: Callable[[DecoderConfig], Collection[str]] = lambda trunk: ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,7 +26,7 @@ from headstart.layers.compressed import CompressedConfig, CompressorConfig
 from headstart.layers.decoder import LayerConfig
 from headstart.layers.moe import MoEConfig
 from headstart.layers.rope import rope_spec
-from headstart.models import keys
+from headstart.models import _deepseek_vision, keys
 from headstart.models.base import Family, drafter_spec
 from headstart.models.keys import Config, number, real
 from headstart.models.mtp import DSPARK, MTPLayout, XllmDraft
@@ -172,9 +172,8 @@ def window_mixer(config: Config, *, compressed: bool) -> CompressedConfig:
 
 def index_spec(config: Config, every: int, rope: RopeSpec) -> IndexSpec:
     """The indexer of entries of `every` positions."""
-    index = IndexSpec(
-        number(config, "index_n_heads"), number(config, "index_head_dim"), number(config, "index_topk"), every
-    )
+    heads, dim, top_k = (number(config, f"index_{key}") for key in ("n_heads", "head_dim", "topk"))
+    index = IndexSpec(heads, dim, top_k, every, causal=True)
     if index.head_dim < rope.rotary_dim:
         raise ModelError(f"config.json: index_head_dim is {index.head_dim}, but {rope.rotary_dim} features are rotated")
     return index
@@ -224,11 +223,12 @@ def experts(config: Config, *, hashed: bool, drafter: bool = False) -> MoEConfig
     return keys.experts(
         config, router, inner=inner, shared=inner * number(config, "n_shared_experts", default=1, least=0),
         bias=not hashed, activation="silu_of_10", table=number(config, "vocab_size") if hashed else 0,
+        image_bias=not drafter,
     )  # fmt: skip
 
 
 BIAS = ".mlp.gate.e_score_correction_bias"
-UNUSED = re.compile(r".*\.gate\.e_score_correction_bias_vl")  # of images
+UNUSED = re.compile(r"mtp\..*\.gate\.image_bias")  # drafts are texts
 
 
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
@@ -280,6 +280,7 @@ NAMES = Names(
         "mtp.{i}.confidence_head.proj.": "mtp.{i}.confidence.",
         "mtp.{i}.emb.": None,  # copies of the trunk's
         "mtp.{i}.head.": None,
+        **dict.fromkeys(("vision.", "aligner.", "image_start", "image_end", "image_newline", "image_pad"), None),
     },
     parts={
         ".attn.": ".self_attn.",
@@ -297,6 +298,7 @@ NAMES = Names(
         ".w1.": ".gate_proj.",
         ".w2.": ".down_proj.",
         ".w3.": ".up_proj.",
+        ".gate.bias_vl": ".gate.image_bias",
         ".gate.bias": ".gate.e_score_correction_bias",
         ".gate.tid2eid": ".gate.table",
         ".attn_norm.": ".input_layernorm.",
@@ -328,9 +330,11 @@ FAMILY = Family(
         "expert_dtype": "read with the tensors",
         "num_nextn_predict_layers": "n_mtp_layers counts the layers of a DSpark drafter",
         **dict.fromkeys(DRAFTER_KEYS, "of a DSpark drafter"),
+        **dict.fromkeys(_deepseek_vision.KEYS, "of images"),
         "qk_nope_head_dim": "the rest of head_dim",
     },
     names=NAMES,
+    vision=_deepseek_vision.V4,
     adapt=adapt,
     restore=restore,
     head=HeadSpec(tap="streams", recycle="streams"),

@@ -1,4 +1,4 @@
-"""DeepSeek-V4.1, text part: layers share compressed entries and selections, memories of n-grams.
+"""DeepSeek-V4.1: layers share compressed entries and selections, memories of n-grams.
 
 Layers with a `compress_ratios` of 0 read a window only. `kv_source_layer_ids` names the layers that make entries, of 2
 positions or of 1, and index keys of them; later layers read the pools of the last source before them.
@@ -23,7 +23,7 @@ from headstart.kernels.specs import CandidateSpec, CompressSpec, NGramSpec
 from headstart.layers.build import DecoderConfig
 from headstart.layers.compressed import CompressedConfig, CompressorConfig
 from headstart.layers.ngram import NGramMemoryConfig, primes_from
-from headstart.models import deepseek_v4, keys
+from headstart.models import _deepseek_vision, deepseek_v4, keys
 from headstart.models.base import Family
 from headstart.models.deepseek_v4 import experts, stream_spec, window_mixer, with_drafter
 from headstart.models.keys import Config, number
@@ -37,10 +37,11 @@ MAX_NGRAM, MAX_HEADS = 16, 256
 
 
 def parse(config: Config) -> DecoderConfig:
+    has_images = bool(config.get(_deepseek_vision.V41.key))
     config, tied = keys.text_config(config)
     keys.refuse_others(config, {**deepseek_v4.SERVED, "gate_temp": 1.0})
     streams = replace(stream_spec(config), weighted_end=False, delayed=True)
-    feed, memories = experts(config, hashed=False), _memories(config, streams.count)
+    feed, memories = experts(config, hashed=False), _memories(config, streams.count, has_images)
     window = replace(window_mixer(config, compressed=False), head_norm=False)
     layers = [
         keys.layer(config, mixer, feed, streams=streams, memory=memories.get(index))
@@ -100,7 +101,7 @@ def _candidates(config: Config, selecting: set[int]) -> dict[int, CandidateSpec]
     return {each: CandidateSpec(*sizes, source=each == source) for each in layers}
 
 
-def _memories(config: Config, streams: int) -> dict[int, NGramMemoryConfig]:
+def _memories(config: Config, streams: int, has_images: bool) -> dict[int, NGramMemoryConfig]:
     """Index of a layer -> its memory (hashes: see layers/ngram.py)."""
     ids = sorted(_layer_ids(config, "engram_layer_ids", keys.num_layers(config)))
     if not ids:
@@ -122,7 +123,7 @@ def _memories(config: Config, streams: int) -> dict[int, NGramMemoryConfig]:
     for layer, own, count in zip(ids, parts, rows, strict=True):
         spec = NGramSpec(_factors(layer, longest, numbers), own, end, cuts=False)
         found[layer] = NGramMemoryConfig(
-            spec=spec, rows=count, width=width, streams=streams, normalized=(vocab, numbers)
+            spec=spec, rows=count, width=width, streams=streams, normalized=(vocab, numbers), images=has_images
         )
     return found
 
@@ -169,7 +170,6 @@ NAMES = Names(
         "mtp.{i}.markov_head.embed.": "mtp.{i}.markov.embed.",
         "mtp.{i}.markov_head.head.": "mtp.{i}.markov.out.",
         **deepseek_v4.NAMES.prefixes,
-        **dict.fromkeys(("vision.", "aligner.", "image_start", "image_end", "image_newline"), None),
     },
     parts={
         ".indexer.wk.": ".indexer.k_proj.",
@@ -207,6 +207,7 @@ FAMILY = Family(
              "engram_pad_token_id", "engram_pad_id", "engram_compressed_vocab_size"), "used only by memories"),
     },
     names=NAMES,
+    vision=_deepseek_vision.V41,
     adapt=adapt,
     restore=restore,
     head=HeadSpec(tap="streams", recycle="streams"),

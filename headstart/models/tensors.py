@@ -76,7 +76,7 @@ def find_vision(checkpoint: Checkpoint, family: Family, trunk: DecoderConfig) ->
     model then reads text only."""
     if checkpoint.projector is not None:
         source = _projector(checkpoint, checkpoint.projector)
-    elif checkpoint.config.get("vision_config"):
+    elif checkpoint.config.get(family.vision.key if family.vision else "vision_config"):
         source = _own_tower(checkpoint, family)
     else:
         return None
@@ -86,6 +86,9 @@ def find_vision(checkpoint: Checkpoint, family: Family, trunk: DecoderConfig) ->
     if missing := sorted(name for name in declared[0].shapes() if not {name, vision.stored(name)} & tensors.keys()):
         stored = missing[0] if source.from_gguf else vision.stored(missing[0])
         raise ModelError(f"tensor {source.names.theirs(stored)} of the vision tower is missing", DOWNLOAD)
+    named = checkpoint.tensors if checkpoint.canonical_names else map(family.names.canonical, checkpoint.tensors)
+    if absent := sorted({*vision.needed(trunk)} - {*named}):
+        raise ModelError(f"tensor {family.names.theirs(absent[0])}, which images need, is missing", DOWNLOAD)
     return FoundVision(lambda: vision.adapt(tensors, declared[0], source.from_gguf), *declared)
 
 
@@ -107,7 +110,7 @@ def _own_tower(checkpoint: Checkpoint, family: Family) -> _Tower:
     named = ((vision.names.canonical(name), tensor) for name, tensor in read.items())
     tensors = {name: tensor for name, tensor in named if name is not None and name.startswith(PREFIX)}
     if not tensors:
-        raise ModelError("config.json has a vision_config, but no file has its tensors", DOWNLOAD)
+        raise ModelError(f"config.json has a {vision.key}, but no file has its tensors", DOWNLOAD)
     preparation = read_json(checkpoint.path / "preprocessor_config.json")
     preparation = preparation or read_json(checkpoint.path / "processor_config.json").get("image_processor") or {}
     return _Tower(vision, vision.names, tensors, checkpoint.config, preparation, False)
@@ -141,6 +144,9 @@ def load_vision(
     """A checkpoint's vision tower, the tower on a backend, and why it is not used although the config promises one."""
     try:
         found = find_vision(checkpoint, family, trunk)
+        if found and found.format.block and backend.runs_on != "cpu":
+            what = f"backend {backend.name} does not read images of {checkpoint.config.get('model_type')} models"
+            raise ModelError(what, "use --backend native")
         if found:
             weights = Weights(found.adapt(), backend, str(checkpoint.projector or checkpoint.path))
             return found, found.config.build(weights), ""

@@ -11,10 +11,12 @@ import numpy as np
 
 from headstart.core import Float32, ImageInput, PlacedImage
 from headstart.errors import UsageError
+from headstart.text.image_blocks import BlockFormat
 from headstart.text.images import Image, ImageError
 from headstart.text.tokenizer import Tokenizer
 
 MAX_RATIO = 200  # of the sides of an image that keeps its shape
+GRAY = (127, 127, 127)  # beside an image that does not fill its patches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +44,7 @@ class ImageFormat:
     token_id: int | None = None  # of the rows, whose embeddings only heads read; None: that of `marker`
     is_bidirectional: bool = False  # see core.PlacedImage
     has_axes: bool = False  # see core.PlacedImage
+    block: BlockFormat | None = None  # learned rows around and between tokens, which are marked (see core.PlacedImage)
 
     @property
     def token_side(self) -> int:
@@ -51,6 +54,8 @@ class ImageFormat:
     @property
     def max_patches(self) -> int:
         """Patches that the tower computes at once."""
+        if self.block:
+            return self.block.max_rows * self.merge**2
         return (self.image_size**2 or self.max_pixels or self.longest**2) // self.patch_size**2
 
     @property
@@ -65,6 +70,9 @@ class ImageFormat:
         image that is too long."""
         if self.image_size:
             return self.image_size, self.image_size
+        if self.block:
+            how = {"min_pixels": self.min_pixels, "patch": self.patch_size, "merge": self.merge}
+            return self.block.size_of(width, height, **how)
         unit = self.token_side
         if self.longest:
             ratio = max(width, height, self.longest) / self.longest
@@ -134,7 +142,7 @@ class ImageProcessor:
 
     def prepare(self, image: Image) -> PreparedImage:
         """The resized image (antialiased) as patches."""
-        from PIL import Image as Pillow  # only images need it
+        from PIL import Image as Pillow, ImageOps  # only images need it
 
         spec, pixels = self.format, Pillow.fromarray(image.pixels)
         filter_ = Pillow.Resampling(spec.resample)
@@ -142,8 +150,13 @@ class ImageProcessor:
             first, second = spec.squares_of(*image.size)
             pixels = pixels.resize(first, filter_)
             return self._cut(pixels.resize(second, filter_) if spec.is_cut else pixels, filter_, image.digest)
-        whole = self._input(pixels.resize(spec.size_of(*image.size), filter_), image.digest)
-        rows, columns = whole.grid if spec.row_end else (1, whole.num_tokens)
+        size = spec.size_of(*image.size)
+        if spec.block and not 0 < spec.block.max_ratio * pixels.height <= pixels.width:
+            resized = ImageOps.pad(pixels, size, filter_, color=GRAY)
+        else:
+            resized = pixels.resize(size, filter_)
+        whole = self._input(resized, image.digest)
+        rows, columns = whole.grid if spec.row_end else (1, whole.num_rows)
         before = (spec.begin, *[spec.row_end] * (rows - 1))
         return PreparedImage(
             tuple(Piece(text, whole, row * columns, columns) for row, text in enumerate(before)), spec.end
@@ -169,9 +182,15 @@ class ImageProcessor:
         spec, unit = self.format, self.format.token_side
         values = np.asarray(resized, np.float32) / np.float32(255)
         mean, std = (np.asarray(each, np.float32) for each in (spec.mean, spec.std))
-        patches = to_patches(((values - mean) / std).astype(np.float32), spec.patch_size, spec.merge)
+        grid, patch_grid = (
+            (-(-resized.height // side), -(-resized.width // side)) for side in (unit, spec.patch_size)
+        )
+        missing = [(0, count * unit - size) for count, size in zip(grid, values.shape, strict=False)]
+        values = np.pad(((values - mean) / std).astype(np.float32), (*missing, (0, 0)), constant_values=np.nan)
+        patches = to_patches(values, spec.patch_size, spec.merge)
         digest = hashlib.sha256(f"{spec}".encode() + digest).digest()
-        return ImageInput(patches, (resized.height // unit, resized.width // unit), digest)
+        order = spec.block.order(grid) if spec.block else None
+        return ImageInput(patches[~np.isnan(patches[:, 0])], grid, digest, patch_grid, order)
 
     def expand(
         self, prompt_ids: Sequence[int], images: Sequence[PreparedImage]
@@ -190,9 +209,9 @@ class ImageProcessor:
                 prepared = next(remaining)
                 for piece in prepared.pieces:
                     ids += self._ids_of(piece.before)
-                    where = {"offset": piece.offset, "count": piece.count}
-                    found.append(PlacedImage(len(ids), piece.image, spec.is_bidirectional, spec.has_axes, **where))
-                    ids += [token if spec.token_id is None else spec.token_id] * piece.count
+                    placed = self._place(piece, len(ids))
+                    found += placed
+                    ids += [token if spec.token_id is None else spec.token_id] * (placed[-1].end - len(ids))
                 ids += self._ids_of(prepared.after)
                 self._add_newlines(ids, len(spec.around))
                 is_behind = bool(spec.around)
@@ -202,6 +221,19 @@ class ImageProcessor:
                 ids.append(token)
                 is_behind = False
         return ids, tuple(found)
+
+    def _place(self, piece: Piece, first: int) -> list[PlacedImage]:
+        """The features of a piece at positions from `first` on. Pads in front of a block attend as text does."""
+        spec, found, skipped = self.format, list[PlacedImage](), 0
+        how: dict[str, Any] = {"is_bidirectional": spec.is_bidirectional, "has_axes": spec.has_axes}
+        if spec.block:
+            leading, skipped = spec.block.leading_at(first), spec.block.num_leading
+            how |= {"is_marked": True, "widens_windows": spec.is_bidirectional}
+            if leading:
+                found.append(PlacedImage(first, piece.image, offset=skipped - leading, count=leading, is_marked=True))
+            first += leading
+        count = piece.count - skipped
+        return [*found, PlacedImage(first, piece.image, offset=piece.offset + skipped, count=count, **how)]
 
     def _ids_of(self, text: str) -> list[int]:
         """Token ids of special tokens and newlines."""

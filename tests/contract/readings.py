@@ -272,7 +272,7 @@ class DeepseekV41(nn.Module):
 
     def trunk(self, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
         """The last sum of the streams [T, H], and their mean before each layer."""
-        x = self.arrays["embed.weight"][tokens][:, None].repeat(1, self.streams, 1)
+        x = self.embed(tokens)[:, None].repeat(1, self.streams, 1)
         weights, means, shared = self.first(x), list[Tensor](), dict[str, Any]()
         for i in range(self.config["num_hidden_layers"]):
             means.append(x.mean(1))
@@ -280,6 +280,12 @@ class DeepseekV41(nn.Module):
                 x = self.memory(i, x, tokens)
             x, weights = self.layer(f"layers.{i}", x, weights, lambda y, i=i: self.attention(i, y, shared))
         return (weights[..., None] * x).sum(1), means
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        return self.arrays["embed.weight"][tokens]
+
+    def router_bias(self, at: str) -> Tensor:
+        return self.arrays[f"{at}.gate.bias"]
 
     def first(self, x: Tensor) -> Tensor:
         return torch.eye(self.streams, dtype=x.dtype)[0].expand(len(x), -1)
@@ -380,7 +386,7 @@ class DeepseekV41(nn.Module):
         drafts = "dspark_" if at.startswith("mtp.") else ""
         top = self.config.get(f"{drafts}num_experts_per_tok") or self.config["num_experts_per_tok"]
         scores = softplus(linear(x, self.arrays[f"{at}.gate.weight"])).sqrt()
-        chosen = (scores + self.arrays[f"{at}.gate.bias"]).topk(top).indices
+        chosen = (scores + self.router_bias(at)).topk(top).indices
         shares = scores.gather(-1, chosen)
         shares = shares / (shares.sum(-1, keepdim=True) + 1e-20) * self.config["routed_scaling_factor"]
         weights = torch.zeros_like(scores).scatter(-1, chosen, shares)

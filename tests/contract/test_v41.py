@@ -46,7 +46,9 @@ def released(folder: Path) -> Path:
             scales = np.full((-(-len(array) // rows), -(-array.shape[1] // 32)), 121, np.uint8)
             stored[name] = (np.clip(np.round(array * 64), 1, 120).astype(np.uint8), "F8_E4M3")
             stored[name.replace("weight", "scale")] = (scales, "F8_E8M0")
-    for name in ("layers.1.ffn.gate.bias_vl", "mtp.0.ffn.gate.bias_vl", "vision.patch_embed.weight", "image_start"):
+    for part in ("layers.1", "mtp.0"):
+        stored[f"{part}.ffn.gate.bias_vl"] = np.zeros_like(arrays[f"{part}.ffn.gate.bias"])
+    for name in ("vision.patch_embed.weight", "image_start"):
         stored[name] = np.zeros(4, np.float32)
     path = write_model(folder, config, stored)
     outer = {"model_type": FAMILY, "architectures": config.pop("architectures"), "quantization_config": FP8}

@@ -16,7 +16,7 @@ from headstart.kernels.cuda.launch import TILE_ROWS, KernelLauncher, step_of, ti
 from headstart.kernels.cuda.matrix import CudaMatrix
 from headstart.kernels.cuda.plan import DevicePlan
 from headstart.kernels.ops import Experts, RouterSpec
-from headstart.kernels.reference.moe import TokenExperts
+from headstart.kernels.reference.moe import ByToken
 
 _ARRAYS = ("codes", "scales", "offsets")
 
@@ -50,7 +50,7 @@ class GroupedProducts:
 
     def moe(
         self, x: Tensor, logits: Tensor, bias: Tensor | None, experts: Experts, spec: RouterSpec, plan: DevicePlan,
-        token_experts: TokenExperts | None,
+        token_experts: ByToken | None,
     ) -> Tensor:  # fmt: skip
         """Ops.moe."""
         launch, kind = self._launch, experts.activation
@@ -77,7 +77,7 @@ class GroupedProducts:
 
     def _route(
         self, logits: Tensor, bias: Tensor | None, spec: RouterSpec, plan: DevicePlan,
-        token_experts: TokenExperts | None,
+        token_experts: ByToken | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """(expert ids int32, weights float32), both [R, top_k] in ascending order of id."""
         device, shape = logits.device, (len(logits), spec.top_k)

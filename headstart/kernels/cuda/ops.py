@@ -22,7 +22,7 @@ from headstart.kernels.cuda.matrix import CudaMatrix
 from headstart.kernels.cuda.plan import DevicePlan
 from headstart.kernels.cuda.selection import Selector
 from headstart.kernels.ops import Activation, AttentionSpec, Experts, StepInputs
-from headstart.kernels.reference.moe import TokenExperts
+from headstart.kernels.reference.moe import ByToken
 from headstart.kernels.reference.ops import TorchOps, grouped_conv
 from headstart.kernels.torch_backend import TorchKVPool, TorchStatePool
 
@@ -157,8 +157,9 @@ class CudaOps(TorchOps):
 
     def moe(
         self, x: Tensor, logits: Tensor, bias: Tensor | None, experts: Experts, spec: specs.RouterSpec,
-        token_experts: TokenExperts | None = None,
+        token_experts: ByToken | None = None, image_bias: ByToken | None = None,
     ) -> Tensor:  # fmt: skip
+        """`image_bias` is not used: models with one read no images here (models/tensors.py)."""
         return self._products.moe(x, logits, bias, experts, spec, self._plan, token_experts)
 
     def rope(self, x: Tensor, positions: Tensor, spec: specs.RopeSpec, head_dim: int) -> Tensor:
@@ -333,8 +334,9 @@ class SupportCheck:
         return self._accept
 
     def moe(
-        self, x: Any, logits: Any, bias: Any, experts: Experts, spec: specs.RouterSpec, token_experts: Any = None
-    ) -> None:
+        self, x: Any, logits: Any, bias: Any, experts: Experts, spec: specs.RouterSpec, token_experts: Any = None,
+        image_bias: Any = None,
+    ) -> None:  # fmt: skip
         """Raises ModelError unless the matrices of all experts have one layout."""
         for matrices in (experts.gate, experts.up, experts.down):
             check_same_layout(matrices)

@@ -227,6 +227,7 @@ class Program:
         num_identity: int,
         scales_inputs: bool,
         token_experts: NDArray[np.int64] | None,
+        image_bias: NDArray[np.float32] | None,
     ) -> tuple[int, int]:
         """The selected experts, for `experts`."""
 
@@ -264,6 +265,7 @@ class Program:
         window_size: int,
         whole: bool,
         local: bool,
+        causal: bool,
         blocks: int = 0,
         block_size: int = 1,
         candidates: int = -1,

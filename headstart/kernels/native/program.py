@@ -157,9 +157,9 @@ class ProgramRecorder:
 
     def moe(
         self, x: Symbol, logits: Symbol, bias: Float32 | None, experts: Experts, spec: specs.RouterSpec,
-        token_experts: tuple[NDArray[np.int64], Input] | None = None,
+        token_experts: tuple[NDArray[np.int64], Input] | None = None, image_bias: tuple[Float32, Input] | None = None,
     ) -> Symbol:  # fmt: skip
-        assert token_experts is None or token_experts[1] == "token_ids", token_experts
+        assert all(each is None or each[1] == "token_ids" for each in (token_experts, image_bias))
         rows = self._index(x)
         for each in (*experts.gate, *experts.up):
             self.program.want(rows, each)  # before the router, so that its phase is not split
@@ -169,6 +169,7 @@ class ProgramRecorder:
         chosen = self.program.route(
             self._index(logits), bias, spec.top_k, spec.num_groups, spec.top_groups, SCORINGS[spec.scoring],
             spec.normalize, spec.scale, spec.num_identity, spec.scales_inputs, token_experts and token_experts[0],
+            image_bias and image_bias[0],
         )  # fmt: skip
         self._flush()
         gate, up, down = (list(each) for each in (experts.gate, experts.up, experts.down))
@@ -193,7 +194,8 @@ class ProgramRecorder:
         rows, blocks = (self._index(q), self._index(weights)), spec.candidates
         limit = () if blocks is None else (blocks.count, blocks.size, -1 if blocks.source else self._candidates)
         self._selected[pool] = self.program.select_positions(
-            *rows, pool, spec.num_heads, spec.groups, spec.top_k, spec.every, spec.whole, spec.local, *limit
+            *rows, pool, spec.num_heads, spec.groups, spec.top_k, spec.every, spec.whole, spec.local,
+            spec.causal, *limit,
         )
         self._candidates = self._selected[pool] if blocks and blocks.source else self._candidates
 

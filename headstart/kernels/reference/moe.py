@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, linear, relu, silu, softplus
 
+from headstart.core import IMAGE_ROW
 from headstart.kernels.ops import SITU, Activation, Experts, RouterSpec
 
 ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
@@ -39,22 +40,26 @@ SCORES: Mapping[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": lambda logits: logits.sigmoid(),
     "softplus": lambda logits: softplus(logits).sqrt(),
 }
-TokenExperts = tuple[Tensor, Tensor]  # (Experts of each token id [V * top_k], token ids of the rows [R])
+ByToken = tuple[Tensor, Tensor]  # (experts of each token id [V * top_k], or bias [E]; token ids of the rows [R])
 
 
 def route(
-    logits: Tensor, bias: Tensor | None, spec: RouterSpec, token_experts: TokenExperts | None = None
+    logits: Tensor, bias: Tensor | None, spec: RouterSpec, token_experts: ByToken | None = None,
+    image_bias: ByToken | None = None,
 ) -> tuple[Tensor, Tensor]:
     """logits [R, E], bias [E] -> (weights, expert ids), both [R, top_k]: best first, or as in token_experts."""
     logits = logits.float() if logits.dtype == torch.bfloat16 else logits
     scores = SCORES[spec.scoring](logits)
     choice = scores if bias is None else scores + bias
+    is_image = torch.zeros((), dtype=torch.bool, device=scores.device)
+    if image_bias is not None:
+        is_image = (image_bias[1].flatten() == IMAGE_ROW)[:, None]
+        choice = torch.where(is_image, scores + image_bias[0], choice)
     if spec.num_groups > 1:
         choice = choice.masked_fill(~_in_top_groups(choice, spec), float("-inf"))
-    if token_experts is None:
-        ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : spec.top_k]
-    else:
-        ids = token_experts[0].view(-1, spec.top_k)[token_experts[1].flatten()]
+    ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : spec.top_k]
+    if token_experts is not None:
+        ids = torch.where(is_image, ids, token_experts[0].view(-1, spec.top_k)[token_experts[1].flatten()])
     weights = scores.gather(1, ids)
     if spec.normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + WEIGHT_SUM_EPSILON)
@@ -72,11 +77,11 @@ def _in_top_groups(choice: Tensor, spec: RouterSpec) -> Tensor:
 
 def mixture(
     x: Tensor, logits: Tensor, bias: Tensor | None, experts: Experts, spec: RouterSpec,
-    token_experts: TokenExperts | None = None,
+    token_experts: ByToken | None = None, image_bias: ByToken | None = None,
 ) -> Tensor:  # fmt: skip
     """Ops.moe for x of any leading shape."""
     rows = x.flatten(0, -2)
-    weights, ids = route(logits.flatten(0, -2), bias, spec, token_experts)
+    weights, ids = route(logits.flatten(0, -2), bias, spec, token_experts, image_bias)
     out = torch.zeros_like(rows)
     for expert in ids.unique().tolist():
         row, place = torch.nonzero(ids == expert, as_tuple=True)

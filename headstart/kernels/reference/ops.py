@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from headstart.core import Paths, StepPlan
+from headstart.core import IMAGE_ROW, Paths, StepPlan
 from headstart.kernels import specs
 from headstart.kernels.ops import NEVER, REFINED, Activation, AttentionSpec, Experts, KVSpec, StepInputs
-from headstart.kernels.reference.moe import ACTIVATIONS, gated, mixture
+from headstart.kernels.reference.moe import ACTIVATIONS, ByToken, gated, mixture
 from headstart.kernels.reference.recurrent import conv_step, delta_step, scan_step, walk
 from headstart.kernels.torch_backend import TorchKVPool, TorchStatePool
 
@@ -74,7 +74,9 @@ class Spans:
         visible = positions[None, None, :] <= last[rows][:, :, None]
         if spec.window:
             newest = plan.block_starts if spec.block_window else plan.positions
-            visible &= positions[None, None, :] > newest[rows][:, :, None] - spec.window
+            oldest = newest - spec.window + 1
+            oldest = oldest if plan.visible_start is None else np.minimum(oldest, plan.visible_start)
+            visible &= positions[None, None, :] >= oldest[rows][:, :, None]
         if spec.chunk:
             visible &= positions[None, None, :] >= (plan.positions[rows] // spec.chunk * spec.chunk)[:, :, None]
         mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~torch.from_numpy(visible), float("-inf"))
@@ -103,8 +105,9 @@ class TorchOps(ABC):
         """See Ops.linear."""
 
     def token_values(self, ids: Tensor, numbers: Tensor | None = None) -> Tensor:
-        ids = ids if numbers is None else numbers[ids]
-        return (ids + 1).to(torch.get_default_dtype())[..., None]  # a narrow dtype would round them
+        values = (ids if numbers is None else numbers[ids]) + 1
+        values = values.where(ids != IMAGE_ROW, IMAGE_ROW)
+        return values.to(torch.get_default_dtype())[..., None]  # a narrow dtype would round them
 
     def signed_sqrt(self, x: Tensor, least: float) -> Tensor:
         return x.abs().clamp(min=least).sqrt() * x.sign()
@@ -231,9 +234,9 @@ class ReferenceOps(TorchOps):
 
     def moe(
         self, x: Tensor, logits: Tensor, bias: Tensor | None, experts: Experts, spec: specs.RouterSpec,
-        token_experts: tuple[Tensor, Tensor] | None = None,
+        token_experts: ByToken | None = None, image_bias: ByToken | None = None,
     ) -> Tensor:  # fmt: skip
-        return mixture(x, logits, bias, experts, spec, token_experts)
+        return mixture(x, logits, bias, experts, spec, token_experts, image_bias)
 
     def stream_weights(self, mixes: Tensor, base: Tensor, scale: Tensor, spec: specs.StreamSpec) -> Tensor:
         count, wide = spec.count, widened(mixes.dtype)
@@ -353,7 +356,7 @@ class ReferenceOps(TorchOps):
         sinks: Tensor | None = None, chosen: TorchKVPool | None = None,
     ) -> Tensor:  # fmt: skip
         out = q.new_empty(len(q), spec.num_heads * spec.value_width)
-        windows, wholes = self._groups(spec), self._groups(replace(spec, window=0))
+        windows, wholes = self._groups(spec), self._groups(replace(spec, window=0, causal=True))
         for i, (near, far) in enumerate(zip(windows, wholes, strict=True)):
             visible = (far.mask == 0) & self._window_ends(far, every)
             visible = visible if chosen is None else visible & self._chosen[chosen][i]
