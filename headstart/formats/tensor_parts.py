@@ -8,7 +8,7 @@ LAYERS, EXPERTS, MTP = "layers", "experts", "mtp"
 PARTS = ("embedding", LAYERS, EXPERTS, "norms and rest", "lm_head", MTP, "other modalities")
 _MTP = re.compile(r"(?:^|\.)(?:mtp(?:_\w+)?|nextn)\.")
 _LAYER = re.compile(WRAPPER + r"(?:layers|blk|h)\.(\d+)\.")
-_OTHER = re.compile(r"(?:^|\.)(?:visual|vision_\w+|audio_\w+|multi_modal_projector|mm_projector|aligner)\.")
+_OTHER = re.compile(r"(?:^|\.)(?:visual|vision(?:_\w+)?|audio_\w+|multi_modal_projector|mm_projector|aligner)\.")
 
 
 def part_of(name: str, num_layers: int) -> str:

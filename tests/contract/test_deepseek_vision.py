@@ -4,20 +4,24 @@ public code; the text with drafts is that without."""
 # ruff: noqa: RUF001  (the bars of DeepSeek's markers are U+FF5C)
 
 import json
+import re
 from collections.abc import Iterator, Sequence as Seq
 from dataclasses import replace
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import readings
 import tokenizers
 import torch
+from gguf_files import written
 from oracles import build_oracle, config_and_tensors
 from readings import DeepseekV41
 from support import family_of, make, model_at, new_folder, request, run
+from test_converted_families import CONVERTED, SAID, write_converted
 from test_v4_dspark import KEYS
 from tiny_models import tiny_tokenizer, write_model
 from torch import Tensor, nn
@@ -30,6 +34,8 @@ from headstart.engine.load import Model
 from headstart.engine.vision import VisionEncoder
 from headstart.errors import UsageError
 from headstart.formats import open_checkpoint
+from headstart.models import _clip
+from headstart.models.small import Arrays
 from headstart.text.image_blocks import BlockFormat
 from headstart.text.normalized import normalized_numbers
 from headstart.tools.inspect.run import runs_here
@@ -39,7 +45,7 @@ BACKENDS = ("reference", "native")
 MARKER = "<｜deepseek_image｜>"
 TOWER = {
     "num_hidden_layers": 2, "hidden_size": 24, "num_attention_heads": 3, "intermediate_size": 40, "patch_size": 4,
-    "rope_theta": 100.0, "downsample_ratio": 3, "max_image_tokens": 48, "min_pixels": 900, "max_wh_ratio": 4,
+    "rope_theta": 10000.0, "downsample_ratio": 3, "max_image_tokens": 48, "min_pixels": 900, "max_wh_ratio": 4,
 }  # fmt: skip
 V4_KEYS = {
     "num_hidden_layers": "n_layers", "hidden_size": "dim", "num_attention_heads": "n_heads",
@@ -77,11 +83,12 @@ def marked_tokenizer() -> tokenizers.Tokenizer:
 
 
 @cache
-def published(family: str) -> Path:
+def published(family: str, **changes: Any) -> Path:
     """A tiny model with a tower, router biases for images in all layers and a DSpark drafter."""
-    tokenizer = marked_tokenizer()
-    numbers = {} if family == "deepseek_v4" else {"engram_compressed_vocab_size": int(max(normalized_numbers(tokenizer))) + 1}
-    config, arrays = family_of(family).tiny(**{**KEYS[family], "sliding_window": WINDOW, **numbers})
+    tokenizer, numbers = marked_tokenizer(), dict[str, int]()
+    if family == "deepseek_v41":
+        numbers["engram_compressed_vocab_size"] = int(max(normalized_numbers(tokenizer))) + 1
+    config, arrays = family_of(family).tiny(**{**KEYS[family], "sliding_window": WINDOW, **numbers, **changes})
     arrays = {**arrays, **tower_arrays(config["hidden_size"], family == "deepseek_v4")}
     rng = np.random.default_rng(6)
     for name in [each for each in arrays if each.endswith(".ffn.gate.weight")]:
@@ -373,6 +380,54 @@ def test_the_text_is_the_same_in_any_company(family: str) -> None:
     for _ in range(2):  # the second time from the prefix cache
         assert {key: each.tokens for key, each in run(engine, requests).items()} == alone
     assert engine.scheduler.prefix_hits and engine.stats.drafted > 20
+
+
+def write_projector(path: Path, arrays: Arrays) -> None:
+    """The tower as llama.cpp's converter writes it (conversion/deepseek.py, DeepseekV4FlashVisionModel)."""
+    writer = gguf.GGUFWriter(path, "clip")
+    writer.add_clip_projector_type("deepseek4v")
+    writer.add_vision_use_silu(True)
+    writer.add_vision_projector_scale_factor(TOWER["downsample_ratio"])
+    writer.add_vision_min_pixels(TOWER["min_pixels"])
+    writer.add_vision_attention_layernorm_eps(1e-6)
+    for name, key in _clip.KEYS.items():
+        if key in TOWER:
+            writer.add_uint32(f"clip.vision.{name}", TOWER[key])
+    names = {
+        r"^vision\.blocks\.": "v.blk.", r"^vision\.patch_embed\.proj": "v.patch_embd", r"^vision\.norm": "v.post_ln",
+        r"^aligner\.w": "mm.", r"^image_newline": "v.image_newline", r"^image_": "v.token_embd.img_",
+        r"\.norm": ".ln", r"\.attn\.wqkv": ".attn_qkv", r"\.attn\.wo": ".attn_out", r"\.mlp\.w2": ".ffn_down",
+    }  # fmt: skip
+    for name, array in arrays.items():
+        new = reduce(lambda text, each: re.sub(*each, text), names.items(), name)
+        if ".mlp.w1" in new:
+            for part, each in zip(("gate", "up"), np.split(array, 2), strict=True):
+                writer.add_tensor(new.replace(".mlp.w1", f".ffn_{part}"), each)
+        else:
+            side = TOWER["patch_size"]
+            writer.add_tensor(new, array.reshape(-1, 3, side, side) if new == "v.patch_embd.weight" else array)
+    written(writer, path)
+
+
+def test_a_projector_file_and_a_text_model_of_llama_cpp(tmp_path: Path) -> None:
+    said = {**SAID["deepseek_v4"], "dspark_block_size": None}
+    folder = published("deepseek_v4", **said)
+    plain, config = model_at(folder), json.loads((folder / "config.json").read_text())
+    arrays = {name: each.float32() for name, each in open_checkpoint(folder).tensors.items()}
+    tower = {name: arrays.pop(name) for name in [*arrays] if name.startswith(("vision.", "aligner.", "image_"))}
+    biases = {name: arrays.pop(name) for name in [*arrays] if name.endswith(".bias_vl")}
+    how = CONVERTED["deepseek_v4"]
+    more = {f"blk.{i}.exp_probs_b_vl.bias": biases[f"layers.{i}.ffn.gate.bias_vl"] for i in range(3)}
+    how = replace(how, renamed=lambda arrays, config, of=how.renamed: of(arrays, config) | more)
+    write_projector(tmp_path / "mmproj-F32.gguf", tower)
+    found = model_at(write_converted(tmp_path / "model.gguf", config, arrays, how))
+    assert found.vision and plain.vision, found.no_tower
+    one = asked(plain, [1, 2], max_tokens=12, ignore_eos=True)
+    features = [VisionEncoder(each.backend, each.vision).features(one.images[0].image) for each in (plain, found)]
+    np.testing.assert_allclose(*features, rtol=1e-5, atol=1e-5)
+    texts = [run(engine_of(each, drafter="ngram"), [one])["r", 0].tokens for each in (plain, found)]
+    assert texts[0] == texts[1]
+    assert found.tower and found.tower.max_patches == 384 * 9
 
 
 @pytest.mark.parametrize("family", FAMILIES)
