@@ -168,6 +168,27 @@ def test_rows_of_a_block_see_each_other(path: str, kv_dtype: str, seen: str) -> 
 
 @pytest.mark.slow
 @paths
+@pytest.mark.parametrize("kv_dtype", HEADS)
+def test_a_window_reaches_the_start_of_an_image(path: str, kv_dtype: str) -> None:
+    """Forty rows that see each other, on both sides of a split, each row alone too, on any number of threads."""
+    world = World(path, kv_dtype, sinks=True, length=560, window=17)
+    table, image = world.table(), np.arange(500, 540)
+    whole, start, end = plan_of([Part(image, 500, table)]), np.full(40, 500, np.int32), np.full(40, 539, np.int32)
+    whole.visible_start, whole.visible_end = start, end
+    plans = [plan_of([Part(np.arange(500), 0, table)]), whole]
+    found = [world.run(plan) for plan in plans][1]
+    np.testing.assert_allclose(found, world.oracle(plans)[1], rtol=0, atol=attention_tolerance(path, kv_dtype, 6e-6))
+    for worker in (1, 2):
+        assert_same_bits({"y": world.run(whole, worker)}, {"y": found}, worker)
+    for i in (0, 16, 30, 39):
+        alone = plan_of([Part(image[i : i + 1], 500 + i, table)])
+        alone.visible_start, alone.visible_end = start[:1], end[:1]
+        for worker in range(3):
+            assert_same_bits({"y": world.run(alone, worker)}, {"y": found[i : i + 1]}, (i, worker))
+
+
+@pytest.mark.slow
+@paths
 @pytest.mark.parametrize(("kv_dtype", "start", "window"), [
     *((kv_dtype, *at) for kv_dtype in HEADS for at in ((7, 16), (505, 16))),
     ("float32", 60, 16), ("fp8", 1040, 16), ("bfloat16", 1030, 520), ("int8", 1030, 520),
