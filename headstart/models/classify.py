@@ -115,7 +115,7 @@ def classify_path(name: str | Path) -> DrafterKind:
     if not path.exists() and hub.is_repo(str(name)):
         kind = classify(read_object(hub.config_file(str(name))))
         with suppress(HeadstartError):  # a repo of pickles has no headers
-            if kind.kind == MODEL:
+            if kind.kind in (MODEL, MTP):  # a head cut out of a model may keep the model's config
                 found = find_checkpoint(str(name))
                 return classify(found.config, found.tensors)
         return kind

@@ -47,7 +47,7 @@ class Plan:
     use: str = ""
     """Command that uses the output. {out}: the path, quoted for a shell; {path}: the path as it is; {depth}: this
     machine's default depth."""
-    is_model: bool = False  # trunk and head, not a head beside its trunk
+    is_model: bool = False  # a whole model is written, not a head that needs one
     drafter: DrafterKind = field(default_factory=mtp_modules)  # kind of the head that is written
     data: dict[str, Any] = field(default_factory=dict)  # for the JSON report
 
@@ -83,8 +83,8 @@ def vllm_use(method: str) -> str:
 def single_file(tensors: Sequence[Planned], config: dict[str, Any], use: str) -> Plan:
     """Plans a directory of one safetensors file and its config.json."""
     texts = {"config.json": as_json(config) + "\n"}
-    files = {"model.safetensors": tensors}
-    return Plan(tensors=files, metadata={"format": "pt"}, texts=texts, use=use, drafter=classify(config))
+    drafter = classify(config, {each.name for each in tensors})
+    return Plan({"model.safetensors": tensors}, {"format": "pt"}, texts, use=use, drafter=drafter)
 
 
 def check_target(out: Path, force: bool, sources: Sequence[Path] = ()) -> None:

@@ -23,8 +23,11 @@ from headstart.heads.base import HeadSpec
 from headstart.heads.files import read_head, write_head
 from headstart.heads.kind import HeadCheckpoint, head_kind, plain_parts
 from headstart.layers.build import raw_lm_head
+from headstart.models.classify import classify_path
 from headstart.models.small import random_arrays
 from headstart.tools.export.run import ExportOptions, run
+from headstart.tools.export.source import ExportRequest
+from headstart.tools.export.targets.vllm_eagle import plan
 
 H, V, F = 8, 12, 16
 DEEPSEEK = {
@@ -70,6 +73,8 @@ def test_a_deepseek_module_is_an_eagle_drafter(tmp_path: Path) -> None:
     assert read_raw(tmp_path / "out" / "model.safetensors") == expected
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written == {**DEEPSEEK, "num_hidden_layers": 1, "first_k_dense_replace": 0}
+    kinds = [classify_path(tmp_path / "out"), plan(ExportRequest(str(source))).drafter]
+    assert [(each.kind, each.method) for each in kinds] == [("eagle", "eagle")] * 2
 
 
 def test_a_qwen_module_in_the_speculators_container(tmp_path: Path) -> None:

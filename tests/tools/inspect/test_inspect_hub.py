@@ -23,6 +23,7 @@ from zoo import ZOO, Tensors, config_of, heads, trunk, write
 from headstart.cli.main import main
 from headstart.errors import HeadstartError, ModelError, UsageError
 from headstart.formats import remote
+from headstart.models.classify import classify_path
 from headstart.tools.inspect import run as inspect
 from headstart.tools.inspect.run import InspectOptions
 
@@ -177,6 +178,13 @@ def test_a_gguf_repo(hub: Hub, monkeypatch: pytest.MonkeyPatch, step: int) -> No
         assert (data["format"], data["heads"]["verdict"]) == ("gguf", "none")
         assert data["total"]["bytes"] == 4096 * 256 * 4 + 128
     assert hub.weight_bytes < 600_000
+
+
+def test_an_exported_module_is_a_head_by_its_tensors(hub: Hub) -> None:
+    """Its config.json is that of a model with MTP modules."""
+    config = {"model_type": "deepseek_v3", "num_hidden_layers": 1, "num_nextn_predict_layers": 1}
+    write(hub.folder, config, {"fc.weight": ("BF16", (8, 16)), "layers.0.mlp.up_proj.weight": ("BF16", (8, 8))})
+    assert classify_path(REPO).method == classify_path(hub.folder).method == "eagle"
 
 
 def test_a_gguf_in_parts(hub: Hub) -> None:

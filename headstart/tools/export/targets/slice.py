@@ -21,7 +21,7 @@ def plan(request: ExportRequest) -> Plan:
     copies = {name: path for name, path in side_files(source.path).items() if name not in (CONFIG, INDEX)}
     if len(files) > 1:
         texts[INDEX] = index_text({each.name: file for file, planned in files.items() for each in planned})
-    return Plan({**files}, {"format": "pt"}, texts, copies, use="headstart serve {out}")
+    return Plan({**files}, {"format": "pt"}, texts, copies, use="headstart serve {out}", is_model=True)
 
 
 EXPORT = plan
