@@ -141,12 +141,13 @@ def test_strange_lines_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_token_ids_of_another_model_are_refused(tmp_path: Path) -> None:
     llm = LLM(str(write_tiny("qwen3", tmp_path / "m")), EngineConfig(threads=1))
     text = ChatTokenizer(llm.tokenizer, llm.chat_template, llm.model.config.vocab_size)
-    asked, answer = map(llm.tokenizer.encode, ("the", "an ant"))
+    asked, answer, cut = map(llm.tokenizer.encode, ("the", "an ant", "an ant\u20ac"))
     line = {"prompt": "the", "response": "an ant", "prompt_ids": asked, "response_ids": [*answer, 2]}
+    inside_a_character = {**line, "response_ids": cut[:-1]}  # where a run's time was over
     others = [{**line, "response_ids": asked}, {"prompt_ids": asked, "response_ids": [5, 10**12, 5, 5]}]
-    given = [parse_record(each, "x") for each in (line, *others)]
-    (example,) = encode_records(given, text, skipped := SkippedRecords())
-    assert example.tokens.tolist() == [*asked, *answer, 2]
+    given = [parse_record(each, "x") for each in (line, inside_a_character, *others)]
+    examples = encode_records(given, text, skipped := SkippedRecords())
+    assert [each.tokens.tolist() for each in examples] == [[*asked, *answer, 2], [*asked, *cut[:-1]]]
     assert [line.partition(": ")[2] for line in skipped.lines()] == [
         "its token ids are not those of its text: another model's?", "token 1000000000000 is not in the vocabulary",
     ]  # fmt: skip
