@@ -24,6 +24,10 @@ from headstart.server.limits import PRIORITY
 from headstart.system import exclusive_lock
 
 MINUTE, DAY = 60.0, 86400.0
+RATE_LIMIT_HEADERS = {
+    unit: tuple(f"x-ratelimit-{fact}-{unit}" for fact in ("limit", "remaining", "reset"))
+    for unit in ("requests", "tokens")
+}
 NAME_DIGITS = 8  # hexadecimal digits of an account's name, from the key's hash
 MAX_SHARE = 1e6  # of AccountLimits.share; its reciprocal is the minimum
 PLACES_PER_FREE_PLACE = 4  # queue places that one key may hold for each place that stays free
@@ -161,11 +165,9 @@ class Account:
         for unit, buckets in self.buckets.items():
             if buckets:
                 least = min(buckets, key=lambda bucket: bucket.level)
-                headers |= {
-                    f"x-ratelimit-limit-{unit}": f"{least.capacity:.0f}",
-                    f"x-ratelimit-remaining-{unit}": f"{max(0.0, math.floor(least.level)):.0f}",
-                    f"x-ratelimit-reset-{unit}": duration(least.wait_s(least.capacity)),
-                }
+                limit, remaining = f"{least.capacity:.0f}", f"{max(0.0, math.floor(least.level)):.0f}"
+                values = (limit, remaining, duration(least.wait_s(least.capacity)))
+                headers |= zip(RATE_LIMIT_HEADERS[unit], values, strict=True)
         return headers
 
     def priority(self, wanted: int | None) -> int:

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Sequence as Seq
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from fastapi import FastAPI
@@ -17,7 +18,7 @@ from headstart.api import LLM
 from headstart.engine.async_engine import AsyncEngine
 from headstart.errors import UsageError
 from headstart.server import errors, prefill_server
-from headstart.server.accounts import Accounts
+from headstart.server.accounts import RATE_LIMIT_HEADERS, Accounts
 from headstart.server.admission import Admission
 from headstart.server.apis import adapters, completions, embeddings, messages, ollama, responses
 from headstart.server.guards import REQUEST_ID, ApiKeyGuard, NormalizedPaths, RequestLog
@@ -33,14 +34,11 @@ from headstart.server.records import RecordedModel, RecordFiles, TextRecorder, c
 from headstart.server.replicas.frames import FramedResponses
 from headstart.server.replicas.group import ReplicaId
 from headstart.server.routes import router
+from headstart.server.schema import IGNORED_FIELDS
 from headstart.text.parsers import format_in, make_parser
 from headstart.version import __version__
 
-_FACTS, _UNITS = ("limit", "remaining", "reset"), ("requests", "tokens")
-EXPOSED_HEADERS = [
-    REQUEST_ID, "X-Ignored-Fields", "Retry-After",
-    *(f"x-ratelimit-{fact}-{unit}" for fact in _FACTS for unit in _UNITS),
-]  # fmt: skip
+EXPOSED_HEADERS = [REQUEST_ID, IGNORED_FIELDS, "Retry-After", *chain(*RATE_LIMIT_HEADERS.values())]
 """Response headers that web pages of --allowed-origins may read."""
 
 

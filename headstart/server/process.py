@@ -38,9 +38,14 @@ class _JsonFormatter(logging.Formatter):
         return json.dumps(document, ensure_ascii=False)
 
 
+def host_and_port(host: str, port: int) -> str:
+    """host:port, with brackets around an IPv6 address."""
+    return f"{f'[{host}]' if ':' in host else host}:{port}"
+
+
 def base_url(host: str, port: int, *, tls: bool = False) -> str:
-    """The URL of a server, with brackets around an IPv6 address."""
-    return f"{'https' if tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+    """The URL of a server."""
+    return f"{'https' if tls else 'http'}://{host_and_port(host, port)}"
 
 
 @contextmanager
@@ -63,8 +68,7 @@ def listening(host: str, port: int) -> Iterator[list[socket.socket]]:
                     continue  # a host name may have an IPv6 address on a machine without IPv6
                 is_foreign = error.errno == errno.EADDRNOTAVAIL  # no address of this machine
                 hint = "is --host right?" if is_foreign else "is the port taken? --port 0 takes a free one"
-                shown = base_url(host, port).removeprefix("http://")
-                raise UsageError(f"cannot listen on {shown}: {error.strerror}", hint) from error
+                raise UsageError(f"cannot listen on {host_and_port(host, port)}: {error.strerror}", hint) from error
             port = sockets[0].getsockname()[1]
         if not sockets:
             raise UsageError(f"cannot listen on {host}: no such address here", "is --host right?")

@@ -454,6 +454,7 @@ REFUSED_BY_HINT: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 }  # fmt: skip
 """Fields of other servers that would change the text: hint -> field -> values that, like null, change nothing."""
 REFUSED = {name: (nothing, hint) for hint, names in REFUSED_BY_HINT.items() for name, nothing in names.items()}
+IGNORED_FIELDS = "X-Ignored-Fields"
 _logged: set[str] = set()
 
 
@@ -474,4 +475,4 @@ def ignored_fields_header(body: Body) -> dict[str, str]:
             _logged.add(name)
             log.warning("a request has a field that this server ignores: %r", limits.shortened(name))
     shown = [name for name in unknown if name.isascii() and name.isprintable() and len(name) <= limits.QUOTED]
-    return {"X-Ignored-Fields": ", ".join(shown[:20]) or str(len(unknown))} if unknown else {}
+    return {IGNORED_FIELDS: ", ".join(shown[:20]) or str(len(unknown))} if unknown else {}
