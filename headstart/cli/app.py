@@ -105,10 +105,11 @@ def run(arguments: list[str]) -> int:
     return flush_all(code)
 
 
-def _report(message: str, hint: str, given: list[str]) -> None:
-    """Print an error on stderr, and with --json the error's document on stdout. given: options, and other words."""
+def _report(message: str, hint: str, words: list[str]) -> None:
+    """Print an error on stderr, and with --json the error's document on stdout. words: the command line, and the flags
+    that settings have switched on."""
     print_error(message, hint)
-    if "--json" in given:
+    if "--json" in words:
         with suppress(OSError):  # stdout is closed: the exit code reports the error
             print_json({"error": {"message": message, "hint": hint}})
 

@@ -48,13 +48,14 @@ def option_hint(
         return f"write {' or '.join(meant)}"
     if flag in ("-p", "--prompt"):
         return "headstart generate MODEL --prompt TEXT"
-    if hint := NOT_NEEDED.get(flag) or _vllm_hint(flag, all_commands):
+    if hint := NOT_NEEDED.get(flag) or _known_hint(flag, all_commands):
         return hint
     near = get_close_matches(flag, own, n=1, cutoff=MIN_SIMILARITY)
     return f"did you mean {near[0]}?" if near else f"leave {flag} out; headstart {name} --help-all lists all options"
 
 
-def _vllm_hint(flag: str, all_commands: Callable[[], Commands]) -> str:
+def _known_hint(flag: str, all_commands: Callable[[], Commands]) -> str:
+    """A hint for a flag of vLLM or of other commands here; empty for other flags."""
     name = vllm_name(flag)
     if name in FLAGS:
         return FLAGS[name].hint or "leave it out"

@@ -166,8 +166,8 @@ def named_file(words: Sequence[str]) -> Path | None:
 
 
 def add_places(message: str, hint: str, places: Mapping[str, str]) -> tuple[str, str]:
-    """Returns a message plus the places that set its options, and a hint that to leave an option out is done there.
-    `places`: flag, or value of MODEL -> place."""
+    """Returns the message with the places of the options that it names, and the hint; "leave it out" becomes advice for
+    the first of these places. `places`: flag, or value of MODEL -> headstart.toml and its table, or a variable."""
     named = [flag for flag in places if re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", message)]
     if not named:
         return message, hint
