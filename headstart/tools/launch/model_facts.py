@@ -20,6 +20,8 @@ from headstart.tools.plan.shape import SizedModel
 from headstart.tools.plan.sources import sized_model
 from headstart.tools.saved import load_setting
 
+Advise = Callable[[], str]  # the commands that make a head usable in the engine; "" without any
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
@@ -86,9 +88,9 @@ def _config_facts(found: Checkpoint, *, local: bool) -> ModelFacts:
     )  # fmt: skip
 
 
-def drafter_of(head: str, advise: Callable[[], str] = str) -> DrafterKind:
-    """Returns a separate head's kind. Raises UsageError if it must be exported first, which `advise` says how, or no
-    engine runs it."""
+def drafter_of(head: str, advise: Advise = str) -> DrafterKind:
+    """Returns a separate head's kind. Raises UsageError for a head that no engine runs, or that must be exported first;
+    the latter's hint is `advise()`."""
     found = classify_path(head)
     if found.method == "headstart":
         hint = advise() or "no export writes it for this engine: headstart train makes other kinds"
@@ -99,12 +101,11 @@ def drafter_of(head: str, advise: Callable[[], str] = str) -> DrafterKind:
 
 
 def choose_depth(
-    facts: ModelFacts, depth: int | None, drafter: DrafterKind | None, *, gpus: int,
-    advise: Callable[[], str] = str,
-) -> tuple[int, str]:  # fmt: skip
+    facts: ModelFacts, depth: int | None, drafter: DrafterKind | None, *, gpus: int, advise: Advise = str
+) -> tuple[int, str]:
     """Returns the draft depth and the reason for it. The user's `depth` comes first, then for the model's own MTP
     modules (drafter None) the depth that `headstart tune` found, then a default. Raises UsageError if the drafter or
-    the modules cannot draft `depth` tokens; for a model without a head `advise` says how to get one."""
+    the modules cannot draft `depth` tokens; the hint for a model without a head is `advise()`."""
     if depth is not None:
         _check_depth(facts, depth, drafter, advise)
         return depth, "set by --depth"
@@ -118,7 +119,7 @@ def choose_depth(
     return default_depth(drafter, gpus=gpus)
 
 
-def _check_depth(facts: ModelFacts, depth: int, drafter: DrafterKind | None, advise: Callable[[], str]) -> None:
+def _check_depth(facts: ModelFacts, depth: int, drafter: DrafterKind | None, advise: Advise) -> None:
     """Raises UsageError for a depth without a head, above the limit, or no multiple of the number of modules."""
     if drafter is not None:
         most = drafter.max_drafts or (drafter.num_modules if drafter.method == "medusa" else None)

@@ -37,7 +37,7 @@ def test_export_names_the_depth_that_launch_chooses(
     model, head = model_and_head(tmp_path, kind)
     for expected, gpus in ((on_cpu, []), (on_gpu, [InstalledGPU("NVIDIA H200", "140000 MiB", "143771 MiB", "570")])):
         for module in (export, parallelism):
-            monkeypatch.setattr(module, "installed_gpus", lambda gpus=gpus: gpus, raising=False)
+            monkeypatch.setattr(module, "installed_gpus", lambda gpus=gpus: gpus)
         out = tmp_path / f"out {expected}"
         options = export.ExportOptions(model=model, head=head, to=target, out=out, force=True)
         named = re.findall(r'"num_speculative_tokens": (\d+)', export.run(options).data["use"])
