@@ -16,9 +16,11 @@ from headstart.tools.launch.model_facts import ModelFacts
 
 def export_advice(launcher: EngineLauncher, facts: ModelFacts, model: str | None, head: str | None = None) -> str:
     """Returns the commands that make `head`, or a head in this package for the model, usable in the engine; "" if there
-    are none. model: its name as the user gave it."""
-    if not facts.local:  # its tensors, by which heads are found, are not here
-        return ""
+    are none. For a Hub repo, whose tensors are not here, only the export targets for `head`. model: its name as the
+    user gave it."""
+    if not facts.local:
+        targets = " or ".join(launcher.exports)
+        return f"by its kind: headstart export --to {targets}" if head and targets else ""
     own = Path(head) if head else None
     heads = [own] if own else shipped_heads_at(hub.resolve(model)).values()
     requests = [(target, ExportRequest(model, each)) for each in heads for target in launcher.exports]

@@ -2,6 +2,7 @@
 
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from headstart.heads import files
 from headstart.heads.kind import HeadCheckpoint
 from headstart.layers.weights import trunk_fingerprint
 from headstart.models.shipped_heads import heads_in_package
+from headstart.tools.launch import prepare
+from headstart.tools.launch.model_facts import read_facts
 
 
 @pytest.fixture
@@ -51,6 +54,15 @@ def test_a_trained_head_is_exported_first(trunk: str, capsys: pytest.CaptureFixt
     hint = capsys.readouterr().err.partition("hint: ")[2]
     export, launch = (shlex.split(each.strip()) for each in hint.split(", then "))
     assert main(export[1:]) == 0 and main([*launch[1:], "--gpus", "none", "--dry-run"]) == 0
+
+
+def test_a_trained_head_of_a_repo_names_the_targets(
+    trunk: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prepare, "read_facts", lambda model: replace(read_facts(model), local=False))
+    assert main(["launch", "sglang", trunk, "--head", "heads/tiny-eagle3", "--gpus", "none", "--dry-run"]) == 2
+    hint = capsys.readouterr().err.partition("hint: ")[2]
+    assert hint == "by its kind: headstart export --to vllm-eagle3 or vllm-dspark or vllm-dflash\n"
 
 
 def test_a_gguf_trunk_is_written_with_its_head(capsys: pytest.CaptureFixture[str]) -> None:
