@@ -107,11 +107,11 @@ class PlacedImage:
     first: int
     image: ImageInput
     is_bidirectional: bool = False  # all positions of the image attend to each other, so one pass computes all
-    widens_windows: bool = False  # so do those that are farther apart than a window reaches
+    widens_windows: bool = False  # windows of its positions reach back to `first` at least
     has_axes: bool = False  # the rotary positions have three axes, from `rope_positions`
     offset: int = 0  # first feature of the image at this place; other places may hold the other features
     count: int = 0  # features at this place; 0: all
-    is_marked: bool = False  # the trunk's layers see IMAGE_ROW for its tokens
+    is_marked: bool = False  # the trunk's layers see IMAGE_ROW for its token ids
 
     @property
     def end(self) -> int:

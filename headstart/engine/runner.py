@@ -123,16 +123,15 @@ def whole_sequences_plan(texts: Iterable[Seq[int]], first_position: int = 0) -> 
 
 
 def _set_visibility(plan: StepPlan, rows: Seq[Rows]) -> None:
-    """Sets visible_end and paths where rows attend beyond themselves or form a tree (see core.Rows)."""
+    """Sets visible_end, visible_start and paths where rows attend beyond themselves or form a tree (see core.Rows)."""
     plan.visible_end = plan.positions.copy()
-    if any(part.visible_start is not None for part in rows):
-        plan.visible_start = plan.positions.copy()
     starts, slots = [0], list[int]()
     for part, row in zip(rows, plan.row_starts.tolist(), strict=False):
         count = len(part.token_ids)
         if part.visible_end is not None:
             plan.visible_end[row : row + count] = part.visible_end
-        if part.visible_start is not None and plan.visible_start is not None:
+        if part.visible_start is not None:
+            plan.visible_start = plan.positions.copy() if plan.visible_start is None else plan.visible_start
             plan.visible_start[row : row + count] = part.visible_start
         lines: list[list[int]] = []  # for each row of a tree, the rows from its root to itself
         for i, parent in enumerate(part.parents or ()):
@@ -172,20 +171,20 @@ def images_of(span: Span) -> Iterator[tuple[PlacedImage, int, int]]:
 
 
 def _see_images(span: Span, rows: Rows) -> None:
-    """Sets the positions that the rows of images see, if these attend to each other."""
-    found = [each for each in images_of(span) if each[0].is_bidirectional]
+    """Sets visible_end of the rows of images that attend to each other, and visible_start of those with wider
+    windows."""
     starts = np.arange(span.start, span.start + span.num_rows, dtype=np.int32)
     ends = starts.copy()
-    for placed, start, end in found:
+    for placed, start, end in images_of(span):
         inside = slice(start - span.start, end - span.start)
-        starts[inside] = placed.first if placed.widens_windows else starts[inside]
-        ends[inside] = placed.end - 1
-    if found:
-        rows.visible_start, rows.visible_end = starts, ends
+        if placed.is_bidirectional:
+            ends[inside], rows.visible_end = placed.end - 1, ends
+        if placed.widens_windows:
+            starts[inside], rows.visible_start = placed.first, starts
 
 
 def _marked(span: Span, rows: Rows) -> Rows:
-    """The rows with IMAGE_ROW for the tokens of images that are marked."""
+    """The rows with IMAGE_ROW for the token ids of images that are marked."""
     token_ids = list(rows.token_ids)
     for placed, start, end in images_of(span):
         if placed.is_marked:

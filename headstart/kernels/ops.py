@@ -299,8 +299,7 @@ class Ops(Protocol):
         """`attend` over `pool` and, in the same softmax, over compressed `entries`.
 
         Entries lie at the positions p with (p + 1) % every == 0, up to the row's own, even where plan.visible_end is
-        later. chosen: only entries selected in
-        that indexer pool."""
+        later. chosen: only entries selected in that indexer pool."""
 
     def attend(
         self, q: Buffer, pool: Pool, spec: AttentionSpec, sinks: Weight | None = None, chosen: Pool = None,

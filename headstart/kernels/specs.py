@@ -70,7 +70,8 @@ class NGramSpec:
         """Rows of the table for each hash, int64 [...]. last: see Ops.embed_ngrams; int64 [..., longest], of numpy or
         torch."""
         found: list[Any] = []
-        each, first, mixed, ended = len(self.sizes) // (self.longest - 1), 0, 0, last[..., 0] < 0
+        each, first, mixed = len(self.sizes) // (self.longest - 1), 0, 0
+        ended: Any = False  # an image, or an end: tokens before are not read
         for i, factor in enumerate(self.factors):
             ended = ended | (last[..., i] < 0)
             missing = (ended | (last[..., i] == 0)) * 1

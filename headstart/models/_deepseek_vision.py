@@ -18,7 +18,6 @@ from functools import partial
 from typing import Any
 
 from headstart.errors import ModelError
-from headstart.formats.rows import equal_parts
 from headstart.kernels.ops import AttentionSpec, RawTensor
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
@@ -107,7 +106,8 @@ def read(
     max_ratio = 0 if read["max_wh_ratio"] is None else keys.number(read, "max_wh_ratio")
     return vision, ImageFormat(
         min_pixels=limits[0], patch_size=patch, merge=merge, resample=3, placeholder=MARKER, marker=MARKER,
-        is_bidirectional=paired, block=BlockFormat(max_rows=limits[1], paired=paired, max_ratio=max_ratio),
+        is_bidirectional=paired, widens_windows=paired, is_marked=True,
+        block=BlockFormat(max_rows=limits[1], paired=paired, max_ratio=max_ratio),
     )  # fmt: skip
 
 
@@ -119,15 +119,7 @@ def stored(name: str) -> str:
 
 def adapt(tensors: dict[str, RawTensor], config: VisionConfig, from_gguf: bool) -> dict[str, RawTensor]:
     """VisionFamily.adapt. In GGUF files the inputs of the MLP's product are apart."""
-    found: dict[str, RawTensor] = {}
-    for name, tensor in tensors.items():
-        parts = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-        joined = next((each for each in parts if f".{each}." in name), None)
-        if joined is None or tensor.shape[0] % len(parts[joined]):
-            found[name] = tensor
-            continue
-        named = zip(parts[joined], equal_parts(tensor, len(parts[joined])), strict=True)
-        found |= {name.replace(joined, part): each for part, each in named}
+    found = _siglip.split_joined(tensors, {"qkv_proj": _siglip.QKV, "gate_up_proj": ("gate_proj", "up_proj")})
     return _siglip.patch_by_patch(_siglip.as_matrix(found, config), config, "vision.merger.up.weight")
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from headstart.errors import ModelError
-from headstart.formats.rows import equal_parts
 from headstart.kernels.ops import AttentionSpec, RawTensor
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
@@ -152,10 +151,8 @@ def adapt(tensors: dict[str, RawTensor], config: VisionConfig, from_gguf: bool) 
         tensors = _siglip.as_matrix(tensors, config)
     patch_elements = config.hidden_size * config.frames * config.patch_width
     found: dict[str, RawTensor] = {}
-    for name, tensor in tensors.items():
-        if ".qkv_proj." in name and tensor.shape[0] == 3 * config.hidden_size:
-            found |= {name.replace("qkv", part): each for part, each in zip("qkv", equal_parts(tensor, 3), strict=True)}
-        elif name == "vision.patch_embedding.0.weight" and np.prod(tensor.shape) == patch_elements:
+    for name, tensor in _siglip.split_joined(tensors, {"qkv_proj": _siglip.QKV}).items():
+        if name == "vision.patch_embedding.0.weight" and np.prod(tensor.shape) == patch_elements:
             pixels = tensor.shaped(config.hidden_size * CHANNELS * config.frames, config.patch_size**2)
             for frame in range(config.frames):
                 part = pixels.take_rows(np.arange(frame, pixels.shape[0], config.frames, dtype=np.int64))

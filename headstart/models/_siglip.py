@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from headstart.errors import ModelError
+from headstart.formats.rows import equal_parts
 from headstart.kernels.ops import AttentionSpec, RawTensor
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.decoder import LayerConfig
@@ -18,6 +19,8 @@ from headstart.models.names import Names
 
 TOWERS = ("vision_tower.", "vision_tower.vision_model.")
 PROJECTOR = "multi_modal_projector."
+QKV = ("q_proj", "k_proj", "v_proj")
+"""Parts of a `qkv_proj`."""
 NAMES = Names(
     {
         **{f"{tower}encoder.layers.{{i}}.": "vision.layers.{i}." for tower in TOWERS},
@@ -68,6 +71,20 @@ def tower(
         patch_size=patch, hidden_size=hidden, positions=grid, eps=eps, merge=grid // side, out=out,
         layers=(layer,) * keys.num_layers(config), merger=merger,
     )  # fmt: skip
+
+
+def split_joined(tensors: Mapping[str, RawTensor], parts: Mapping[str, tuple[str, ...]]) -> dict[str, RawTensor]:
+    """The tensors with matrices and biases that are stored as one split by rows. parts: name of the joined one in
+    a tensor's name -> names of its parts. A tensor whose rows do not split stays as it is."""
+    found: dict[str, RawTensor] = {}
+    for name, tensor in tensors.items():
+        joined = next((each for each in parts if f".{each}." in name), None)
+        if joined is None or tensor.shape[0] % len(parts[joined]):
+            found[name] = tensor
+            continue
+        named = zip(parts[joined], equal_parts(tensor, len(parts[joined])), strict=True)
+        found |= {name.replace(joined, part): each for part, each in named}
+    return found
 
 
 def patch_by_patch(tensors: dict[str, RawTensor], config: VisionConfig, name: str) -> dict[str, RawTensor]:

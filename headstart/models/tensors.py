@@ -144,7 +144,7 @@ def load_vision(
     """A checkpoint's vision tower, the tower on a backend, and why it is not used although the config promises one."""
     try:
         found = find_vision(checkpoint, family, trunk)
-        if found and found.format.block and backend.runs_on != "cpu":
+        if found and found.format.is_marked and backend.runs_on != "cpu":
             what = f"backend {backend.name} does not read images of {checkpoint.config.get('model_type')} models"
             raise ModelError(what, "use --backend native")
         if found:

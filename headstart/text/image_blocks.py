@@ -34,6 +34,10 @@ class BlockFormat:
         """Rows of pads in front of a block in `order`, of which a prompt takes those that align it."""
         return ALIGNED - 1 if self.paired else 0
 
+    def squeezes(self, width: int, height: int) -> bool:
+        """Whether an image of this size, in pixels, loses its shape."""
+        return 0 < self.max_ratio * height <= width
+
     def order(self, grid: tuple[int, int]) -> Int32:
         """The rows of a block: numbers of tokens row by row, and beyond them of the learned rows."""
         rows, columns = grid
@@ -55,8 +59,8 @@ class BlockFormat:
     def size_of(self, width: int, height: int, *, min_pixels: int, patch: int, merge: int) -> tuple[int, int]:
         """Width and height of the resized image, multiples of a patch: rounded up, or the largest of this shape whose
         block is not too long."""
-        if self.max_ratio:
-            width = min(width, height * self.max_ratio)
+        if self.squeezes(width, height):
+            width = height * self.max_ratio
         if width * height < min_pixels:
             factor = math.sqrt(min_pixels / (width * height))
             width, height = int(width * factor), int(height * factor)

@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -44,7 +44,9 @@ class ImageFormat:
     token_id: int | None = None  # of the rows, whose embeddings only heads read; None: that of `marker`
     is_bidirectional: bool = False  # see core.PlacedImage
     has_axes: bool = False  # see core.PlacedImage
-    block: BlockFormat | None = None  # learned rows around and between tokens, which are marked (see core.PlacedImage)
+    is_marked: bool = False  # see core.PlacedImage
+    widens_windows: bool = False  # see core.PlacedImage
+    block: BlockFormat | None = None  # learned rows around and between tokens; None: there are none
 
     @property
     def token_side(self) -> int:
@@ -151,7 +153,7 @@ class ImageProcessor:
             pixels = pixels.resize(first, filter_)
             return self._cut(pixels.resize(second, filter_) if spec.is_cut else pixels, filter_, image.digest)
         size = spec.size_of(*image.size)
-        if spec.block and not 0 < spec.block.max_ratio * pixels.height <= pixels.width:
+        if spec.block and not spec.block.squeezes(*image.size):
             resized = ImageOps.pad(pixels, size, filter_, color=GRAY)
         else:
             resized = pixels.resize(size, filter_)
@@ -182,9 +184,8 @@ class ImageProcessor:
         spec, unit = self.format, self.format.token_side
         values = np.asarray(resized, np.float32) / np.float32(255)
         mean, std = (np.asarray(each, np.float32) for each in (spec.mean, spec.std))
-        grid, patch_grid = (
-            (-(-resized.height // side), -(-resized.width // side)) for side in (unit, spec.patch_size)
-        )
+        grid, patch_grid = ((-(-resized.height // side), -(-resized.width // side)) for side in (unit, spec.patch_size))
+        # NaN marks pixels beyond the image: the last tokens may have fewer patches.
         missing = [(0, count * unit - size) for count, size in zip(grid, values.shape, strict=False)]
         values = np.pad(((values - mean) / std).astype(np.float32), (*missing, (0, 0)), constant_values=np.nan)
         patches = to_patches(values, spec.patch_size, spec.merge)
@@ -224,16 +225,16 @@ class ImageProcessor:
 
     def _place(self, piece: Piece, first: int) -> list[PlacedImage]:
         """The features of a piece at positions from `first` on. Pads in front of a block attend as text does."""
-        spec, found, skipped = self.format, list[PlacedImage](), 0
-        how: dict[str, Any] = {"is_bidirectional": spec.is_bidirectional, "has_axes": spec.has_axes}
+        spec, pads = self.format, list[PlacedImage]()
+        placed = PlacedImage(first, piece.image, offset=piece.offset, count=piece.count, is_marked=spec.is_marked)
         if spec.block:
-            leading, skipped = spec.block.leading_at(first), spec.block.num_leading
-            how |= {"is_marked": True, "widens_windows": spec.is_bidirectional}
-            if leading:
-                found.append(PlacedImage(first, piece.image, offset=skipped - leading, count=leading, is_marked=True))
-            first += leading
-        count = piece.count - skipped
-        return [*found, PlacedImage(first, piece.image, offset=piece.offset + skipped, count=count, **how)]
+            skipped = spec.block.num_leading
+            if leading := spec.block.leading_at(first):
+                pads.append(replace(placed, offset=skipped - leading, count=leading))
+            placed = replace(placed, first=first + leading, offset=skipped, count=piece.count - skipped)
+        return [*pads, replace(
+            placed, is_bidirectional=spec.is_bidirectional, widens_windows=spec.widens_windows, has_axes=spec.has_axes,
+        )]  # fmt: skip
 
     def _ids_of(self, text: str) -> list[int]:
         """Token ids of special tokens and newlines."""

@@ -196,7 +196,7 @@ class ProgramRecorder:
         self._selected[pool] = self.program.select_positions(
             *rows, pool, spec.num_heads, spec.groups, spec.top_k, spec.every, spec.whole, spec.local,
             spec.causal, *limit,
-        )
+        )  # fmt: skip
         self._candidates = self._selected[pool] if blocks and blocks.source else self._candidates
 
     def select_blocks(self, q: Symbol, pool: KVPool, spec: specs.IndexSpec) -> None:

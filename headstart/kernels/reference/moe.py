@@ -46,7 +46,7 @@ ByToken = tuple[Tensor, Tensor]  # (experts of each token id [V * top_k], or bia
 def route(
     logits: Tensor, bias: Tensor | None, spec: RouterSpec, token_experts: ByToken | None = None,
     image_bias: ByToken | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """logits [R, E], bias [E] -> (weights, expert ids), both [R, top_k]: best first, or as in token_experts."""
     logits = logits.float() if logits.dtype == torch.bfloat16 else logits
     scores = SCORES[spec.scoring](logits)
