@@ -101,8 +101,8 @@ std::pair<int, int> route(Program& program, int logits, std::optional<Floats> bi
         const int32_t id = pass.token_ids[row];
         const bool is_image = image && id == kImageRow;
         const int64_t* fixed = table && !is_image ? table + id * top_k : nullptr;
-        program.kernels.route(program.values(logits, row), is_image ? image : text, fixed, routing->router, routing->ids.data() + row * top_k,
-                              routing->weights.data() + row * top_k);
+        program.kernels.route(program.values(logits, row), is_image ? image : text, fixed, routing->router,
+                              routing->ids.data() + row * top_k, routing->weights.data() + row * top_k);
     };
     program.add(std::move(step));
     program.routings.push_back(std::move(routing));

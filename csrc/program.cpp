@@ -36,7 +36,8 @@ AttendTasks::AttendTasks(const Pass& pass, const AttendShape& shape, int64_t max
     for (int64_t unit = 0; unit < pass.num_units; ++unit) {
         const int32_t *begin = pass.positions + pass.unit_starts[unit], *end = pass.positions + pass.unit_starts[unit + 1];
         const int64_t least = shape.block_window ? pass.block_start(unit) : *std::min_element(begin, end);
-        const int64_t started = *std::min_element(pass.visible_start + pass.unit_starts[unit], pass.visible_start + pass.unit_starts[unit + 1]);
+        const int64_t started = *std::min_element(pass.visible_start + pass.unit_starts[unit],
+                                                  pass.visible_start + pass.unit_starts[unit + 1]);
         const int64_t oldest = shape.window  ? std::min<int64_t>(least - shape.window + 1, started)
                                : shape.chunk ? least - least % shape.chunk
                                              : 0;

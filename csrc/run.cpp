@@ -103,7 +103,8 @@ PlannedPass::PlannedPass(const Program& program, nb::handle plan, const HiddenPo
       slots_(array<Ints>(plan, "slots")), row_starts_(array<Ints>(plan, "row_starts")),
       logit_rows_(array<Ints>(plan, "logit_rows")), block_tables_(array<Table>(plan, "block_tables")),
       rope_positions_(optional_array<Table>(plan, "rope_positions")),
-      visible_start_(optional_array<Ints>(plan, "visible_start")), visible_end_(optional_array<Ints>(plan, "visible_end")), hidden_slots_(optional_array<Ints>(plan, "hidden_slots")),
+      visible_start_(optional_array<Ints>(plan, "visible_start")),
+      visible_end_(optional_array<Ints>(plan, "visible_end")), hidden_slots_(optional_array<Ints>(plan, "hidden_slots")),
       adapter_slots_(optional_array<Ints>(plan, "adapter_slots")),
       hidden_(std::move(hidden)) {
     const int64_t rows = (int64_t)token_ids_.size(), spans = (int64_t)row_starts_.size() - 1;

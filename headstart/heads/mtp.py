@@ -104,7 +104,6 @@ def _hidden_norm(spec: HeadSpec, hidden: int) -> int:
 def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[MTPModule]:
     assert spec.layer is not None
     norm = partial(weights.norm, size=hidden, eps=spec.layer.eps, centered=spec.layer.centered)
-
     trunk_norm = weights.take(lambda: weights.unlisted("embed_norm.weight", hidden)) if spec.embed_norm else None
     return [
         MTPModule(
