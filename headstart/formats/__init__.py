@@ -68,8 +68,8 @@ def no_checkpoint(path: Path) -> ModelError:
     return ModelError(_why_unknown(path), HINT)
 
 
-def pickles(path: Path) -> list[Path]:
-    """Files of PyTorch in a directory."""
+def pytorch_files(path: Path) -> list[Path]:
+    """The files of a directory whose endings are those of PyTorch's pickles."""
     return [file for ending in ("bin", "pt", "pth") for file in path.glob(f"*.{ending}")]
 
 
@@ -87,6 +87,6 @@ def _why_unknown(path: Path) -> str:
     if not (path / "config.json").exists():
         has_weights = any(path.glob("*.safetensors"))
         return f"{path} {'has weights, but' if has_weights else 'is not a checkpoint: it has'} no config.json"
-    if files := pickles(path):
+    if files := pytorch_files(path):
         return f"{path} holds {files[0].name}, a pickle, opened for heads only (--head); convert it to safetensors"
     return f"{path} has a config.json, but no *.safetensors file"

@@ -96,7 +96,9 @@ class HttpProtocol(HttpToolsProtocol):
         cycle, (status, text) = self.cycle, self._refusal
         busy = cycle is not None and not cycle.response_complete
         if cycle is not None and cycle.more_body and not cycle.response_started and not self.pipeline:
-            text, busy = "invalid HTTP/1.1: the chunks of the body cannot be parsed", False
+            busy = False
+            if self._refusal is HttpProtocol._refusal:  # else its headers or trailers were refused
+                text = "invalid HTTP/1.1: the chunks of the body cannot be parsed"
             cycle.disconnected = True  # for the application, which waits for the body
             cycle.message_event.set()
         if not busy:  # else it would be sent inside another response

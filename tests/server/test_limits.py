@@ -107,6 +107,8 @@ def test_what_is_not_http_is_told_so(server: Inside) -> None:
     assert b"connection: close" in answer
     chunked = HEAD + b"Authorization: bearer two\r\nTransfer-Encoding: chunked\r\n\r\n"
     assert "chunk" in error_in(server.exchange(chunked, b'5\r\n{"pro\r\n', b"size\r\n"))["message"]
+    trailer = b'5\r\n{"pro\r\n0\r\nX: ' + b"a" * limits.HEADER_BYTES + b"\r\n\r\n"
+    assert "headers are larger" in error_in(server.exchange(chunked, trailer))["message"]
 
 
 KEY = b"Authorization: bearer two\r\n"

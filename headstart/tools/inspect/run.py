@@ -16,7 +16,7 @@ from headstart import hub
 from headstart.core import Progress, Report, no_progress
 from headstart.errors import ModelError, UsageError
 from headstart.files import user_path
-from headstart.formats import config_alone, find_checkpoint, no_checkpoint, pickles
+from headstart.formats import config_alone, find_checkpoint, no_checkpoint, pytorch_files
 from headstart.formats.adapter import is_adapter
 from headstart.formats.base import Checkpoint, widened
 from headstart.formats.json_object import read_object
@@ -260,7 +260,7 @@ def runs_here(checkpoint: Checkpoint) -> dict[str, Any]:
             readable(checkpoint.tensors, checkpoint.config)
         if checkpoint.tensors and checkpoint.path.exists():  # not for a config alone, or a repo's headers
             checkpoint.load_tokenizer()
-        if not checkpoint.tensors and pickles(checkpoint.path):
+        if not checkpoint.tensors and pytorch_files(checkpoint.path):
             raise no_checkpoint(checkpoint.path)
     except ModelError as error:
         return {"runs": False, "why": error.message, "fix": error.hint, "widened": wide}
