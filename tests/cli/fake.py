@@ -46,6 +46,9 @@ class FakeLLM:
 
     decode_pair = LLM.decode_pair
 
+    def _check_open(self) -> None:
+        """It is never closed."""
+
     def stream(
         self, prompt: Any, params: SamplingParams, *, raw: bool = False, depth: int | None = None, images: Any = ()
     ) -> Iterator[TextDelta]:

@@ -1,0 +1,47 @@
+"""Averages the weights of two heads, of which one continued the training of the other (Wortsman et al. 2022, "Robust
+fine-tuning of zero-shot models"): what the later text taught, with less lost of what the earlier one did.
+
+    python benchmarks/average_heads.py EARLIER LATER --out AVERAGE --share 0.6
+
+The draft vocabulary is that of EARLIER, the provenance that of LATER.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from headstart.heads.files import read_head
+from headstart.train.head_weights import LM_HEAD, export_head
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("earlier", type=Path)
+    parser.add_argument("later", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--share", type=float, default=0.6, help="of LATER, 0 to 1")
+    args = parser.parse_args()
+    if args.out.exists():
+        parser.error(f"{args.out} exists")
+    earlier, later = read_head(args.earlier), read_head(args.later)
+    if earlier.spec != later.spec:
+        parser.error("the heads have different forms")
+    if LM_HEAD in later.tensors:
+        parser.error("the LM head of LATER belongs to its draft vocabulary")
+    averages = {
+        name: torch.from_numpy(np.float32(args.share) * each.float32() + np.float32(1 - args.share) * first.float32())
+        for name, each in later.tensors.items()
+        for first in [earlier.tensors[name]]
+    }
+    training = {**later.training, "averaged": {"share": args.share, "earlier": earlier.training.get("command")}}
+    head = replace(later, draft_token_ids=earlier.draft_token_ids, training=training)
+    export_head(args.out, head, averages)
+
+
+if __name__ == "__main__":
+    main()
