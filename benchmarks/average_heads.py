@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from headstart.heads.files import read_head
-from headstart.train.head_weights import LM_HEAD, export_head
+from headstart.train.head_weights import BY_TOKEN, export_head
 
 
 def main() -> None:
@@ -30,13 +30,13 @@ def main() -> None:
         parser.error(f"{args.out} exists")
     earlier, later = read_head(args.earlier), read_head(args.later)
     if earlier.spec != later.spec:
-        parser.error("the heads have different forms")
-    if LM_HEAD in later.tensors:
-        parser.error("the LM head of LATER belongs to its draft vocabulary")
+        parser.error("the heads differ in kind, sizes or layers that they read")
+    if by_token := BY_TOKEN & later.tensors.keys():
+        parser.error(f"{min(by_token)} has a row for each draft token, and the vocabularies may differ")
+    share, rest = np.float32(args.share), np.float32(1 - args.share)
     averages = {
-        name: torch.from_numpy(np.float32(args.share) * each.float32() + np.float32(1 - args.share) * first.float32())
-        for name, each in later.tensors.items()
-        for first in [earlier.tensors[name]]
+        name: torch.from_numpy(share * tensor.float32() + rest * earlier.tensors[name].float32())
+        for name, tensor in later.tensors.items()
     }
     training = {**later.training, "averaged": {"share": args.share, "earlier": earlier.training.get("command")}}
     head = replace(later, draft_token_ids=earlier.draft_token_ids, training=training)

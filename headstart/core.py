@@ -77,7 +77,7 @@ class Constraint(Protocol):
 
 
 IMAGE_ROW = -1
-"""Token id that layers see in the rows of images, in models whose layers treat these rows in another way."""
+"""Token id of an image's rows, for layers that treat images unlike text."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +92,7 @@ class ImageInput:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens that the tower makes of the image."""
         return self.grid[0] * self.grid[1]
 
     @property

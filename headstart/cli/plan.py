@@ -56,19 +56,27 @@ def _print_fleet(data: dict[str, Any]) -> None:
 
 def _disaggregation_text(found: dict[str, Any], percentile: str) -> str:
     """Whether separate machines for prefill and decode pay, and why."""
-    whole, apart, step, sent = found["colocated"], found["disaggregated"], found["step_s"], found["transfer"]
-    count = "no number" if whole["machines"] is None else f"{whole['machines']:,}"
-    combined = f"{count} that do both (steps of {whole['rows']:,} rows{_latency_text(whole, percentile)})"
-    if apart is None:
-        verdict = f"does not pay: even {2 * whole['machines']:,} machines of each kind do not suffice, but {combined}"
+    colocated, disaggregated, step, transfer = (
+        found[key] for key in ("colocated", "disaggregated", "step_s", "transfer")
+    )
+    count = "no number" if colocated["machines"] is None else f"{colocated['machines']:,}"
+    combined = f"{count} that do both (steps of {colocated['rows']:,} rows{_latency_text(colocated, percentile)})"
+    if disaggregated is None:
+        verdict = (
+            f"does not pay: even {2 * colocated['machines']:,} machines of each kind do not suffice, but {combined}"
+        )
     else:
-        split = f"{apart['num_prefill']:,} + {apart['num_decode']:,} machines for prompts and tokens"
-        verdict = f"{'pays' if found['pays'] else 'does not pay'}: {split}{_latency_text(apart, percentile)} against "
-        verdict += f"{combined}; busy {apart['prefill_utilisation']:.0%} and {apart['decode_utilisation']:.0%}"
+        split = f"{disaggregated['num_prefill']:,} + {disaggregated['num_decode']:,} machines for prompts and tokens"
+        verdict = (
+            f"{'pays' if found['pays'] else 'does not pay'}: {split}{_latency_text(disaggregated, percentile)} against "
+        )
+        verdict += (
+            f"{combined}; busy {disaggregated['prefill_utilisation']:.0%} and {disaggregated['decode_utilisation']:.0%}"
+        )
     return (
         f"apart    {verdict}\n         a step of {step['sequences']} sequences takes {step['alone'] * 1e3:.1f} ms, "
-        f"with a prompt in it {step['with_a_prompt'] * 1e3:.1f} ms; {sent['bytes'] / 1e6:,.0f} MB of a prompt take "
-        f"{sent['seconds'] * 1e3:,.0f} ms to another machine at {sent['gbit_per_s']:g} Gbit/s"
+        f"with a prompt in it {step['with_a_prompt'] * 1e3:.1f} ms; {transfer['bytes'] / 1e6:,.0f} MB of a prompt take "
+        f"{transfer['seconds'] * 1e3:,.0f} ms to another machine at {transfer['gbit_per_s']:g} Gbit/s"
     )
 
 

@@ -28,6 +28,7 @@ RATE_LIMIT_HEADERS = {
     unit: tuple(f"x-ratelimit-{fact}-{unit}" for fact in ("limit", "remaining", "reset"))
     for unit in ("requests", "tokens")
 }
+"""Unit -> names of the response headers with the limit, what remains of it, and the time until it is whole again."""
 NAME_DIGITS = 8  # hexadecimal digits of an account's name, from the key's hash
 MAX_SHARE = 1e6  # of AccountLimits.share; its reciprocal is the minimum
 PLACES_PER_FREE_PLACE = 4  # queue places that one key may hold for each place that stays free

@@ -51,7 +51,8 @@ def base_url(host: str, port: int, *, tls: bool = False) -> str:
 @contextmanager
 def listening(host: str, port: int) -> Iterator[list[socket.socket]]:
     """Sockets bound to all addresses of the host: localhost has two, and `::` includes IPv4. They do not accept
-    connections yet: binding early reports a wrong address or a taken port before a model is loaded. UsageError."""
+    connections yet: binding early reports a wrong address or a taken port before a model is loaded. Raises
+    UsageError."""
     sockets = list[socket.socket]()
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

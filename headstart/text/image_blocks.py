@@ -27,7 +27,7 @@ class BlockFormat:
 
     max_rows: int  # positions of a block
     paired: bool  # rows are interleaved in pairs, and the first token is aligned (V4)
-    max_ratio: int = 0  # of width and height; wider images are squeezed; 0: no limit
+    max_ratio: int = 0  # limit of width / height, from which images are squeezed; 0: none
 
     @property
     def num_leading(self) -> int:
@@ -35,7 +35,7 @@ class BlockFormat:
         return ALIGNED - 1 if self.paired else 0
 
     def squeezes(self, width: int, height: int) -> bool:
-        """Whether an image of this size, in pixels, loses its shape."""
+        """Whether an image of this size, in pixels, loses its aspect ratio."""
         return 0 < self.max_ratio * height <= width
 
     def order(self, grid: tuple[int, int]) -> Int32:
@@ -57,8 +57,8 @@ class BlockFormat:
         return self.num_leading - position % ALIGNED if self.paired else 0
 
     def size_of(self, width: int, height: int, *, min_pixels: int, patch: int, merge: int) -> tuple[int, int]:
-        """Width and height of the resized image, multiples of a patch: rounded up, or the largest of this shape whose
-        block is not too long."""
+        """Width and height of the resized image in pixels, multiples of `patch`: rounded up, or the largest of this
+        aspect ratio whose block has at most `max_rows` rows."""
         if self.squeezes(width, height):
             width = height * self.max_ratio
         if width * height < min_pixels:

@@ -73,8 +73,9 @@ class ImageFormat:
         if self.image_size:
             return self.image_size, self.image_size
         if self.block:
-            how = {"min_pixels": self.min_pixels, "patch": self.patch_size, "merge": self.merge}
-            return self.block.size_of(width, height, **how)
+            return self.block.size_of(
+                width, height, min_pixels=self.min_pixels, patch=self.patch_size, merge=self.merge
+            )
         unit = self.token_side
         if self.longest:
             ratio = max(width, height, self.longest) / self.longest

@@ -25,6 +25,7 @@ from headstart.version import __version__
 
 FIRST_LOGITS = 2.0  # standard deviation of the first logits of a head whose block is not like the trunk's
 LM_HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+BY_TOKEN = frozenset({LM_HEAD, "markov.out.weight"})  # weights with a row for each draft token
 
 
 @torch.inference_mode()
@@ -70,7 +71,7 @@ class InitialHead:
     @property
     def has_fixed_vocabulary(self) -> bool:
         """True if some weights belong to its draft tokens."""
-        return LM_HEAD in self.own or "markov.out.weight" in self.weights
+        return not BY_TOKEN.isdisjoint({*self.own, *self.weights})
 
 
 def existing_head(frozen_model: FrozenModel, kind: str, path: Path | None) -> InitialHead:

@@ -251,7 +251,7 @@ class ChatRenderer(OpenAIRenderer):
     id_prefix, object_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def _whole_choice(self, choice: GeneratedChoice) -> Json:
-        message: Json = {"role": "assistant", "content": choice.choice.text, "refusal": None}
+        message = _message(choice.choice.text)
         if choice.parser is not None:
             message = self._parsed_message(choice)
         logprobs = self._logprobs(choice.choice.logprobs) if self._options.logprobs else None
@@ -269,7 +269,7 @@ class ChatRenderer(OpenAIRenderer):
                 calls.append(self._call(choice, event))
             else:
                 calls[event.index]["function"]["arguments"] += event.text
-        message: Json = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
+        message = _message(content if content or not calls else None)
         if reasoning and self._options.reasoning:
             message |= _reasoning(reasoning)
         if calls:
@@ -323,6 +323,11 @@ class ChatRenderer(OpenAIRenderer):
 
     def _token(self, token: int, logprob: float) -> Json:
         return {"token": self._token_name(token), "logprob": logprob, "bytes": list(self._tokenizer.token_bytes(token))}
+
+
+def _message(content: str | None) -> Json:
+    """Message of a chat completion."""
+    return {"role": "assistant", "content": content, "refusal": None}
 
 
 def _choice(choice: GeneratedChoice, content: Json, logprobs: Json | None, finish_reason: str | None) -> Json:
