@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import headstart
+from headstart.machine import cpu_seconds
 
 TOO_MUCH = 0.05
 """Cores' worth of other work above which a section's numbers say nothing."""
@@ -66,10 +67,9 @@ class Load:
 
 def load_now() -> Load:
     """Right now: /proc/stat, and what this process and its children have used."""
-    user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
     usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     own = sum(each.ru_utime + each.ru_stime for each in usage) + _descendants_s()
-    return Load(time.perf_counter(), own, (user + nice + system + irq + softirq + steal) * _TICK_S)
+    return Load(time.perf_counter(), own, cpu_seconds(range(os.cpu_count() or 1)))
 
 
 def _descendants_s() -> float:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from headstart import hub
+from headstart import hub, machine
 from headstart.core import Request, SamplingParams
 from headstart.engine.costs import OUTLIER, TRIAL, CostCurve, Costs, CostSamples, lower_quartile
 from headstart.engine.engine import Engine
@@ -38,6 +38,9 @@ FEW_ROWS, GROWTH = 8, 0.7
 """Experts of n tokens in a row are about n ** GROWTH times those of one: 1.62 and 2.5 times for 2 and 4 tokens
 (cohere.com/blog/mixture-of-experts-models-get-more-from-speculative-decoding)."""
 BUSY = 1.2  # ratio of median to fastest step from which other processes are assumed to use the cores
+FOREIGN_CORES = 0.25
+"""Cores' worth of other processes' work, beyond idle CPUs, from which the cores count as busy. A process that uses a
+core all the time slows all steps alike, which `BUSY` does not show."""
 
 
 @dataclass
@@ -49,6 +52,14 @@ class _Run:
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     count: int = 0  # requests submitted so far
     deadline_counts: bool = False  # from the first measured pass on, if not before
+    others: machine.OtherLoad = field(default_factory=machine.OtherLoad)
+
+    @property
+    def is_contended(self) -> bool:
+        """True if other processes used CPUs that the engine's threads need."""
+        num_cpus = machine.threads().affinity
+        idle = num_cpus - min(self.engine.config.threads or machine.threads().usable, num_cpus)
+        return self.others.cores > idle + FOREIGN_CORES
 
     @property
     def is_late(self) -> bool:
@@ -121,7 +132,7 @@ def calibrate(engine: Engine) -> Costs:
     add_prompt_pass(samples)
     drafts = samples.drafts or {1: [0.1 * lower_quartile(samples.passes[1])]}
     costs = Costs(CostCurve.fit(samples.passes), CostCurve.fit(drafts))
-    costs.busy = _busy(samples.passes[1])
+    costs.busy = _busy(samples.passes[1]) or run.is_contended
     run.until = begun + MAX_SECONDS
     _measure_long(run, costs, length)
     engine.reset_stats()
@@ -214,6 +225,8 @@ def _holds(engine: Engine, costs: Costs) -> bool | None:
     _, measured = run.measure(1, [0, depth], length)
     engine.reset_stats()
     engine.drafting.clear()
+    if run.is_contended:
+        return None
     factors = []
     for rows, seconds in measured.passes.items():  # by rows: drafters may draft fewer tokens than requested
         if len(seconds) < STEPS or _busy(seconds):

@@ -41,7 +41,10 @@ class TrainFlags(ModelOptions):
         "Unrolled draft steps (default: 3), or rows of a block (default: 8).", min=1, max=MAX_DEPTH
     )
     modules: int = option("Layers of an mtp head, one for each draft step.", default=1)
-    draft_vocab: int = option("Size of the draft vocabulary: the most frequent tokens.", default=8192, min=2)
+    draft_vocab: int = option(
+        "Size of the draft vocabulary: the most frequent tokens, after those of the head that --finetune begins with.",
+        default=8192, min=2,
+    )  # fmt: skip
     threads: int | None = option("CPU threads.")
     seed: int = option("Order of data and initial weights.", default=0)
     device: Device = option("cpu or cuda.", default="cpu", choices=("cpu", "cuda"), metavar="TEXT")

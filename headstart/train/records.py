@@ -330,15 +330,14 @@ def count_tokens(examples: Iterable[Example]) -> dict[str, dict[str, int]]:
 def draft_vocabulary(
     examples: Sequence[Example], size: int, end_ids: Iterable[int], known: Iterable[int] = ()
 ) -> NDArray[np.int64]:
-    """The end tokens and the most frequent predicted tokens, `size` in all, as ascending ids. Where the text has too
-    few, `known` tokens follow."""
+    """The end tokens, the `known` tokens and the most frequent predicted tokens, `size` in all, as ascending ids."""
     counts: Counter[int] = Counter()
     for example in examples:
         counts.update(example.tokens[1:][example.loss[:-1]].tolist())
     # ties to the lower id: the same data gives the same vocabulary
     ranked = sorted(counts, key=lambda token: (-counts[token], token))
     ends = sorted(set(end_ids))
-    chosen = ends + [token for token in (*ranked, *known) if token not in set(ends)]
+    chosen = ends + [token for token in (*known, *ranked) if token not in set(ends)]
     return np.sort(np.asarray(list(dict.fromkeys(chosen))[: max(size, len(ends))], np.int64))
 
 

@@ -127,8 +127,8 @@ class _TrainingRun:
             drop_partial_line(self.log)
 
     def _vocabulary(self) -> NDArray[np.int64]:
-        """Draft token ids: of a resumed run, or of an initial head whose weights belong to its tokens; else the most
-        frequent tokens of the text, together with the initial head's."""
+        """Draft token ids: of a resumed run, or of an initial head whose weights belong to its tokens; else those of
+        the initial head, and the most frequent tokens of the text."""
         whole = self.frozen_model.config.vocab_size
         if self.options.resume and self.checkpoint.exists():
             saved = self._load_checkpoint("cpu", mmap=True).get("vocabulary")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support import SMALL, headed_model
 
-from headstart import hub
+from headstart import hub, machine
 from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.engine import calibrate
@@ -24,10 +24,10 @@ def engine() -> Engine:
 
 class Machine:
     """Its clock: a pass takes so many seconds and each row so many more, times what `load` says in turn; a draft step
-    takes as long as a row, or `draft`."""
+    takes as long as a row, or `draft`. Other processes use `other_cores`."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, base: float, row: float, *load: float) -> None:
-        self.now, self.passes = 0.0, 0
+        self.now, self.passes, self.other_cores = 0.0, 0, 0.0
         self.base, self.row, self.draft, self.load = base, row, row, itertools.cycle(load or (1.0,))
         honest = engine.runner.forward
 
@@ -47,16 +47,17 @@ class Machine:
         monkeypatch.setattr(drafter, "propose", drafted)
         monkeypatch.setattr(engine.runner, "forward", forward)
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(machine.OtherLoad, "cores", property(lambda _: self.other_cores))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("base", [0.001, 0.05, 1.0])
 def test_the_time_is_kept(base: float, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """But for the one measurement that there must be, and the pass that goes on when the time is over."""
-    machine = Machine(engine, monkeypatch, base, base / 100)
+    timed = Machine(engine, monkeypatch, base, base / 100)
     costs = calibrate.calibrate(engine)
     first = 3 * base + 30 * base / 100  # a prompt, a warm-up, a step
-    assert machine.now < max(MAX_SECONDS, first) + 2 * base and costs.passes.at(1) == pytest.approx(1.01 * base)
+    assert timed.now < max(MAX_SECONDS, first) + 2 * base and costs.passes.at(1) == pytest.approx(1.01 * base)
     assert costs.passes.at(4) == pytest.approx(1.04 * base, rel=0.2) and not costs.busy and not engine.has_work
 
 
@@ -85,9 +86,9 @@ def test_what_is_kept_serves_a_busy_machine(engine: Engine, monkeypatch: pytest.
     def started(*load: float) -> int:
         """Passes until the costs are known."""
         with monkeypatch.context() as patch:
-            machine = Machine(engine, patch, 0.004, 0.001, *load)
+            timed = Machine(engine, patch, 0.004, 0.001, *load)
             known_costs(engine, facts)
-            return machine.passes
+            return timed.passes
 
     def kept() -> Any:
         [file] = tmp_path.rglob("*.json")
@@ -106,10 +107,10 @@ def test_what_a_second_start_does_not_find_is_measured_again(
     monkeypatch.setattr(hub, "cache_dir", lambda: tmp_path)
     for row, passes in ((0.001, 50), (0.0001, 50), (0.0001, 10)):  # four rows: 1.6 times one, then 1.07
         with monkeypatch.context() as patch:
-            machine = Machine(engine, patch, 0.004, row)
+            timed = Machine(engine, patch, 0.004, row)
             costs = known_costs(engine, {"test": 2})
-            assert machine.passes > passes
-    assert machine.passes < 30 and costs.passes.at(4) / costs.passes.at(1) == pytest.approx(44 / 41, rel=0.01)
+            assert timed.passes > passes
+    assert timed.passes < 30 and costs.passes.at(4) / costs.passes.at(1) == pytest.approx(44 / 41, rel=0.01)
 
 
 @pytest.mark.slow
@@ -119,11 +120,11 @@ def test_draft_costs_that_a_second_start_does_not_find_are_measured_again(
     monkeypatch.setattr(hub, "cache_dir", lambda: tmp_path)
     for draft in (0.003, 0.001, 0.001):
         with monkeypatch.context() as patch:
-            machine = Machine(engine, patch, 0.004, 0.001)
-            machine.draft = draft
+            timed = Machine(engine, patch, 0.004, 0.001)
+            timed.draft = draft
             costs = known_costs(engine, {"test": 4})
             assert costs.drafts.at(1) == pytest.approx(draft, rel=0.1)
-    assert machine.passes < 30
+    assert timed.passes < 30
 
 
 @pytest.mark.slow
@@ -137,3 +138,20 @@ def test_costs_of_an_overloaded_start_are_measured_again(
             Machine(engine, patch, pass_s, row_s)
             costs = known_costs(engine, {"test": 3})
     assert costs.passes.at(1) == pytest.approx(0.0042, rel=0.05)
+
+
+@pytest.mark.slow
+def test_costs_measured_beside_a_steady_process_are_measured_again(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Its steps take equal times, so only the CPU time of others tells."""
+    monkeypatch.setattr(hub, "cache_dir", lambda: tmp_path)
+    every = machine.threads().cores
+    for other_cores, row, slower in ((every, 0.0005, 5), (every, 0.0005, 5), (0, 0.0004, 4), (0, 0.0004, 4)):
+        with monkeypatch.context() as patch:
+            timed = Machine(engine, patch, 0.004, row)
+            timed.other_cores = other_cores
+            costs = known_costs(engine, {"test": 5})
+            assert costs.passes.at(4) / costs.passes.at(1) == pytest.approx((40 + 4 * slower) / (40 + slower), rel=0.01)
+    [file] = tmp_path.rglob("*.json")
+    assert json.loads(file.read_text())["confirmed"]

@@ -69,6 +69,16 @@ def test_rows_that_are_the_trunks_take_up_tokens(common: dict[str, Any], tmp_pat
 
 
 @pytest.mark.slow
+def test_other_text_changes_no_draft_vocabulary(common: dict[str, Any], tmp_path: Path) -> None:
+    known = read_head(common["head"]).draft_token_ids
+    texts = tmp_path / "t.jsonl"
+    texts.write_text("".join(json.dumps({"text": f"{n} Zebras quickly jump {n * n}"}) + "\n" for n in range(300)))
+    options = {**common, "data": (texts,), "draft_vocab": len(known)}
+    run(TrainOptions(out=tmp_path / "same", tokens=300, finetune=True, **options))
+    assert np.array_equal(read_head(tmp_path / "same").draft_token_ids, known)
+
+
+@pytest.mark.slow
 def test_a_head_reads_the_streams_that_it_taps(common: dict[str, Any], tmp_path: Path) -> None:
     path = changed(common, tmp_path / "other", tap=[1, 4, 5])
     run(TrainOptions(out=tmp_path / "out", tokens=300, finetune=True, **{**common, "head": path}))
