@@ -93,7 +93,7 @@ def cpu_seconds(cpus: Collection[int], root: Path = ROOT) -> float:
     for name, user, nice, kernel, _idle, _iowait, irq, softirq, steal, *_guest in lines:
         if int(name[3:]) in cpus:
             ticks += sum(map(int, (user, nice, kernel, irq, softirq, steal)))
-    return ticks / os.sysconf("SC_CLK_TCK") if ticks else 0.0
+    return ticks / system.ticks_per_second() if ticks else 0.0
 
 
 def cpu(root: Path = ROOT) -> Cpu:

@@ -89,6 +89,12 @@ def cpus() -> frozenset[int]:
     return frozenset(range(os.cpu_count() or 1))
 
 
+def ticks_per_second() -> int:
+    """Resolution of CPU times in /proc/stat. Linux only."""
+    assert sys.platform == "linux"
+    return os.sysconf("SC_CLK_TCK")
+
+
 def set_affinity(cpus: Iterable[int]) -> None:
     """Bind this process and its children to these CPUs. Does nothing outside Linux."""
     if sys.platform == "linux":
