@@ -1,6 +1,7 @@
-"""`shapes_of`: names and shapes of the tensors that a `build` asks for, recorded by building without a checkpoint."""
+"""Building without values: `shapes_of` records names and shapes of the tensors that a `build` asks for, `UnreadWeights`
+compares them with those of a checkpoint."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -19,11 +20,36 @@ def shapes_of(build: Callable[[Weights], object]) -> Shapes:
     return recorder.shapes
 
 
-class _Recorder(Weights):
+class UnreadWeights(Weights):
+    """Weights of a checkpoint whose names and shapes are checked, and whose values are never read."""
+
+    def __init__(self, tensors: Mapping[str, RawTensor], source: str) -> None:
+        super().__init__(tensors, cast(Backend, None), source)
+
+    def raw(self, name: str, *shapes: tuple[int, ...]) -> RawTensor:
+        return cast(RawTensor, _Valueless(tuple(self.found(name, *shapes).shape)))
+
+    def get(self, name: str, *shape: int, precise: bool = False) -> Weight:
+        self.raw(name, shape)
+
+    def take(self, make: Callable[[], RawTensor], *, precise: bool = False) -> Weight:
+        return None
+
+    def take_each(self, make: Callable[[], Iterable[RawTensor]], *, precise: bool = False) -> tuple[Weight, ...]:
+        return ()
+
+    def constant(self, name: str, values: Callable[[], NDArray[Any]]) -> Weight:
+        return None
+
+    def index(self, values: Callable[[], NDArray[np.int64]]) -> Weight:
+        return None
+
+
+class _Recorder(UnreadWeights):
     """Weights that have every tensor, and no values."""
 
     def __init__(self) -> None:
-        super().__init__({}, cast(Backend, None), "a new model")
+        super().__init__({}, "a new model")
         self.shapes: Shapes = {}
 
     def raw(self, name: str, *shapes: tuple[int, ...]) -> RawTensor:
@@ -33,23 +59,8 @@ class _Recorder(Weights):
     def unlisted(self, name: str, *shape: int) -> RawTensor:
         return cast(RawTensor, _Valueless(shape))
 
-    def get(self, name: str, *shape: int, precise: bool = False) -> Weight:
-        self.shapes.setdefault(self._rename(name), shape)
-
-    def take(self, make: Callable[[], RawTensor], *, precise: bool = False) -> Weight:
-        return None
-
-    def take_each(self, make: Callable[[], Iterable[RawTensor]], *, precise: bool = False) -> tuple[Weight, ...]:
-        return ()
-
     def has(self, name: str, *, usual: bool = False) -> bool:
         return usual
-
-    def constant(self, name: str, values: Callable[[], NDArray[Any]]) -> Weight:
-        return None
-
-    def index(self, values: Callable[[], NDArray[np.int64]]) -> Weight:
-        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,10 @@ class Weights:
 
     def raw(self, name: str, *shapes: tuple[int, ...]) -> RawTensor:
         """The file's tensor. Raises ModelError when it is absent or has none of these shapes."""
+        return self._change(name, self.found(name, *shapes))
+
+    def found(self, name: str, *shapes: tuple[int, ...]) -> RawTensor:
+        """`raw` without changes of values."""
         stored = self._rename(name)
         tensor = self.tensors.get(stored)
         if tensor is None:
@@ -47,7 +51,7 @@ class Weights:
             what = f"{self.source}: {stored} has shape {tuple(tensor.shape)}, but the config implies {shapes[0]}"
             raise ModelError(what, "do the config and the weights belong together?")
         self.used.add(stored)
-        return self._change(name, tensor)
+        return tensor
 
     def renamed(self, rename: Callable[[str], str]) -> Self:
         """The same weights under other names. rename: name that is asked for -> name in the file."""

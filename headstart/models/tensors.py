@@ -24,6 +24,7 @@ from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import Decoder
 from headstart.layers.ngram import NUMBERS
+from headstart.layers.shapes import UnreadWeights
 from headstart.layers.vision import PREFIX, VisionConfig, VisionNetwork
 from headstart.layers.weights import Weights
 from headstart.models import _clip
@@ -163,6 +164,7 @@ def read_config(checkpoint: Checkpoint, family: Family, context: int | None = No
     return family.read(checkpoint.config, str(checkpoint.path), beside=FOUND, context=context)
 
 
+LM_HEAD = "lm_head.weight"
 LEFT: Mapping[str, str] = {
     r"rope_freqs\.weight": "read with the RoPE keys of the config",
     rf".*\.({'|'.join(ACTIVATIONS)})": "scales of quantized activations, which headstart does not quantize",
@@ -181,16 +183,26 @@ def check_all_used(weights: Weights) -> None:
     """Raises ModelError for a trunk tensor that no layer has used: the model would compute something else."""
     left = unused_tensors(weights)
     for name in left:
-        if name == "lm_head.weight" and _same(weights.tensors[name], weights.tensors["embed_tokens.weight"]):
+        if name == LM_HEAD and _same(weights.tensors[name], weights.tensors["embed_tokens.weight"]):
             continue
-        others = f" and {len(left) - 1} more" if len(left) > 1 else ""
-        tied = name == "lm_head.weight"
-        raise ModelError(
-            f"{weights.source}: the config leaves no place for {name}{others}",
-            "tie_word_embeddings is true, but lm_head.weight differs from the embedding: one of the two is wrong"
-            if tied
-            else "the config and the weights do not belong together, or headstart cannot run this variant",
-        )
+        raise _no_place(weights, name, len(left) - 1)
+
+
+def check_trunk(checkpoint: Checkpoint, family: Family, config: DecoderConfig) -> None:
+    """Raises ModelError where `load_decoder` would, as far as names and shapes tell."""
+    weights = UnreadWeights(canonical_tensors(checkpoint, family, config), str(checkpoint.path))
+    family.build(weights, config)
+    # An LM head beside tied embeddings is refused only if its values differ.
+    if left := [name for name in unused_tensors(weights) if name != LM_HEAD]:
+        raise _no_place(weights, left[0], len(left) - 1)
+
+
+def _no_place(weights: Weights, name: str, num_others: int) -> ModelError:
+    what = f"{weights.source}: the config leaves no place for {name}{f' and {num_others} more' if num_others else ''}"
+    if name == LM_HEAD:
+        hint = "tie_word_embeddings is true, but lm_head.weight differs from the embedding: one of the two is wrong"
+        return ModelError(what, hint)
+    return ModelError(what, "the config and the weights do not belong together, or headstart cannot run this variant")
 
 
 def _may_be_left(name: str, modules: int | None) -> bool:
@@ -233,7 +245,7 @@ def as_canonical(
     """`canonical_tensors` of tensors that are readable already."""
     tensors = split_by_layers(read, family, config, from_gguf=checkpoint.canonical_names)
     tensors |= _token_numbers(checkpoint, config)
-    _check_layers(tensors, family, config.num_layers, checkpoint)
+    _check_layers(tensors, family, config, checkpoint)
     return trailing_modules(tensors, config.num_layers) if family.head else tensors
 
 
@@ -287,13 +299,13 @@ def _half_split(tensors: Mapping[str, RawTensor], config: DecoderConfig) -> dict
     return found
 
 
-def _check_layers(tensors: Iterable[str], family: Family, num_layers: int, checkpoint: Checkpoint) -> None:
-    """Raises ModelError for layers beyond the config's number that are no MTP modules."""
+def _check_layers(tensors: Iterable[str], family: Family, config: DecoderConfig, checkpoint: Checkpoint) -> None:
+    """Raises ModelError for layers beyond the config's number that are no MTP modules, declared or whole."""
     names = set(tensors)
     held = {int(name.split(".")[1]) for name in names if re.match(r"layers\.\d+\.", name)}
-    for layer in sorted(each for each in held if each >= num_layers):
+    for layer in sorted(each for each in held if each >= config.num_layers + config.num_mtp):
         if not family.head or f"layers.{layer}.eh_proj.weight" not in names:
-            what = f"config.json says {num_layers} layers, but {checkpoint.path} holds layer {layer}, counted from 0"
+            what = f"config.json says {config.num_layers} layers, but {checkpoint.path} holds layer {layer}, counted from 0"
             raise ModelError(what, "correct num_hidden_layers")
 
 

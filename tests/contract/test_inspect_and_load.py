@@ -180,6 +180,20 @@ def test_an_unknown_config_key_is_refused_in_the_same_words(family: str, tmp_pat
     same_refusal(write_model(tmp_path, {**config, "surprise": 7}, arrays), "surprise is 7")
 
 
+def test_a_trunk_of_other_tensors_is_refused_in_the_same_words(tmp_path: Path) -> None:
+    config, arrays = family_of("llama").tiny()
+    name = "model.layers.1.self_attn.o_proj.weight"
+    same_refusal(write_model(tmp_path / "shape", config, {**arrays, name: arrays[name][:-1]}), "has shape")
+    same_refusal(write_model(tmp_path / "more", config, {**arrays, "surprise": np.ones(8, np.float32)}), "surprise")
+    del arrays[name]
+    same_refusal(write_model(tmp_path / "less", config, arrays), "has no tensor")
+
+
+@pytest.mark.parametrize("family", sorted(set(ALL_FAMILIES) - set(FAMILIES)))
+def test_a_whole_trunk_without_heads_runs(family: str, tmp_path: Path) -> None:
+    same_decision(write_model(tmp_path, *family_of(family).tiny()), "none")
+
+
 def test_a_missing_or_broken_tokenizer_is_refused_in_the_same_words(tmp_path: Path) -> None:
     path = write_model(tmp_path, *family_of("llama").tiny())
     (path / "tokenizer.json").write_text("{")

@@ -29,7 +29,7 @@ from headstart.models.families import with_sizes
 from headstart.models.head_state import dead, misread, state_of
 from headstart.models.native_heads import NativeHeads, examine
 from headstart.models.shipped_heads import choose_head, shipped_heads
-from headstart.models.tensors import find_family, find_vision, read_config
+from headstart.models.tensors import check_trunk, find_family, find_vision, read_config
 from headstart.params import recommended_names
 from headstart.tools.inspect import deep
 from headstart.tools.inspect.adapter import inspect_adapter
@@ -260,6 +260,7 @@ def runs_here(checkpoint: Checkpoint) -> dict[str, Any]:
             readable(checkpoint.tensors, checkpoint.config)
         if checkpoint.tensors and checkpoint.path.exists():  # not for a config alone, or a repo's headers
             checkpoint.load_tokenizer()
+            check_trunk(checkpoint, family, sizes)
         if not checkpoint.tensors and pytorch_files(checkpoint.path):
             raise no_checkpoint(checkpoint.path)
     except ModelError as error:
