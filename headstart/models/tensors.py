@@ -305,7 +305,8 @@ def _check_layers(tensors: Iterable[str], family: Family, config: DecoderConfig,
     held = {int(name.split(".")[1]) for name in names if re.match(r"layers\.\d+\.", name)}
     for layer in sorted(each for each in held if each >= config.num_layers + config.num_mtp):
         if not family.head or f"layers.{layer}.eh_proj.weight" not in names:
-            what = f"config.json says {config.num_layers} layers, but {checkpoint.path} holds layer {layer}, counted from 0"
+            said = f"config.json says {config.num_layers} layers"
+            what = f"{said}, but {checkpoint.path} holds layer {layer}, counted from 0"
             raise ModelError(what, "correct num_hidden_layers")
 
 

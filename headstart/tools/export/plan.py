@@ -26,7 +26,7 @@ MEGABYTE = 1_000_000
 TAKEN_OVER = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "tiktoken.model", "tekken.json",
     "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "merges.txt", "chat_template.jinja", "generation_config.json",
+    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "generation_config.json",
 )  # fmt: skip
 """Files that are copied from the source if it has them."""
 

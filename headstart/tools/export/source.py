@@ -20,9 +20,8 @@ from headstart.kernels.ops import RawTensor
 from headstart.layers.build import DecoderConfig
 from headstart.models.shipped_heads import choose_head, shipped_heads_at
 from headstart.models.tensors import canonical_tensors, find_family
-from headstart.tools.export.plan import Plan
+from headstart.tools.export.plan import TAKEN_OVER, Plan
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
 WEIGHT_ENDINGS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 
 
@@ -140,11 +139,14 @@ Export = Callable[[ExportRequest], Plan]
 """Type of a target's `EXPORT`: makes the complete, checked plan. Raises UsageError or ModelError."""
 
 
-def text_side(source: ExportSource) -> dict[str, str]:
-    """Returns {file name: text} of tokenizer and chat template, from a directory or a GGUF file's metadata."""
+def add_text_side(plan: Plan, source: ExportSource) -> None:
+    """Adds tokenizer, chat templates and generation settings to a plan: files of a directory, or texts made from a GGUF
+    file's metadata."""
     folder = source.checkpoint.path
     if folder.is_dir():
-        return {name: (folder / name).read_text("utf-8") for name in TOKENIZER_FILES if (folder / name).exists()}
+        files = [*(folder / name for name in TAKEN_OVER), *sorted(folder.glob("additional_chat_templates/*.jinja"))]
+        plan.copies |= {str(file.relative_to(folder)): file for file in files if file.exists()}
+        return
     tokenizer, template = source.checkpoint.load_tokenizer(), source.checkpoint.chat_template()
     ends = sorted(tokenizer.eos_ids)
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
@@ -152,7 +154,7 @@ def text_side(source: ExportSource) -> dict[str, str]:
         config["eos_token"] = tokenizer.token_text(ends[0])
     if template is not None:
         config["chat_template"] = template.sources["default"]
-    return {
+    plan.texts |= {
         "tokenizer.json": tokenizer.to_json(),
         "tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n",
         "generation_config.json": json.dumps({"eos_token_id": ends}) + "\n",

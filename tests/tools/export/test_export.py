@@ -64,6 +64,18 @@ def test_a_mimo_directory_says_and_drafts_the_same(tmp_path: Path, hidden_first:
     assert drafted[0] == drafted[1] and [tokens for tokens, _ in drafted[0]] == plain
 
 
+def test_chat_templates_and_tokenizers_come_along(tmp_path: Path) -> None:
+    model, head = trunk_and_head(tmp_path, True)
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
+    (model / "tokenizer.model").write_bytes(b"\xff\x00")
+    out = tmp_path / "mimo"
+    assert run(ExportOptions(model=str(model), head=head, to="vllm-mimo", out=out)).ok
+    for name in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja", "tokenizer.model"):
+        assert (out / name).read_bytes() == (model / name).read_bytes()
+
+
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     model, head = trunk_and_head(tmp_path, True)
     out = tmp_path / "out"

@@ -22,7 +22,7 @@ from headstart.layers.decoder import LayerConfig
 from headstart.layers.mlp import MLPConfig
 from headstart.models.families import family_named
 from headstart.tools.export.plan import Plan, single_file
-from headstart.tools.export.source import ExportRequest, ExportSource, text_side
+from headstart.tools.export.source import ExportRequest, ExportSource, add_text_side
 
 Convert = Callable[[NDArray[np.float32]], NDArray[np.float32]]
 USE = (
@@ -100,7 +100,8 @@ def plan(request: ExportRequest) -> Plan:
         planned += [each for each in _biases(source, prefix) if each.name not in known]
     plan = single_file(planned, config(source), USE)
     plan.is_model = True
-    plan.texts |= {**text_side(source), f"{MODULE}.py": CONFIGURATION}
+    plan.texts[f"{MODULE}.py"] = CONFIGURATION
+    add_text_side(plan, source)
     return plan
 
 
