@@ -1,4 +1,4 @@
-"""A model that more than one file uses."""
+"""A tiny model with an MTP head."""
 
 import pytest
 from tiny_models import write_tiny

@@ -35,7 +35,7 @@ TINY = EngineConfig(backend="native", threads=1, max_model_len=256, kv_blocks=12
 
 
 def cell(speed: float = 100.0, *, mode: str = "off", repeat: int = 0, **changes: Any) -> BenchCell:
-    """A run of one second that put out `speed` tokens."""
+    """A one-second run with `speed` output tokens."""
     plain = BenchCell(
         workload="w", mode=mode, concurrency=1, rate=None, chunked_prefill=True, repeat=repeat, complete=True,
         requests=4, failed=0, errors=(), seconds=1.0, prompt_tokens=50, cached_tokens=0, output_tokens=round(speed),
@@ -62,8 +62,8 @@ def test_speedup_is_the_median_over_pairs_of_the_same_repeat() -> None:
     assert (found.low, found.high) == (pytest.approx(1.5), pytest.approx(1.5))
 
 
-def test_interval_covers_the_truth_as_often_as_it_says() -> None:
-    """True ratio 1, noise of 5 %: about 95 of 100 intervals hold it; the bootstrap of a median is a bit off."""
+def test_confidence_interval_has_its_nominal_coverage() -> None:
+    """With a true ratio of 1 and 5 % noise, about 95 of 100 intervals contain 1; the bootstrap is approximate."""
     rng, hits = np.random.default_rng(0), 0
     for _ in range(100):
         found = summary.paired(tuple((1.0, value) for value in np.exp(rng.normal(0, 0.05, 12)).tolist()))
@@ -74,14 +74,14 @@ def test_interval_covers_the_truth_as_often_as_it_says() -> None:
 @pytest.mark.parametrize(("auto", "ok"), [
     ([101] * 10, True),
     ([97] * 10, False),
-    ([100, 100, 100, 100, 100, 100, 80, 80, 80, 80], False),  # the median is 1, the lower bound is not
+    ([100, 100, 100, 100, 100, 100, 80, 80, 80, 80], False),  # the median is 1, the lower bound is below
     ([120] * 9, None),
 ])  # fmt: skip
-def test_never_slower(auto: list[float], ok: bool | None) -> None:
+def test_never_slower_check(auto: list[float], ok: bool | None) -> None:
     assert summary.never_slower(cells([100] * len(auto)), cells(auto, "auto")).ok is ok
 
 
-def test_best_depth_is_chosen_on_even_pairs_and_judged_on_odd_ones() -> None:
+def test_best_depth_is_chosen_on_even_pairs_and_measured_on_odd_ones() -> None:
     fixed = {"1": cells([110, 100] * 5, "1"), "3": cells([105, 200] * 5, "3")}
     check = summary.near_best(fixed, cells([99] * 10, "auto"))
     assert check.ok is True and "of mode 1" in check.text
@@ -115,7 +115,7 @@ def test_acceptance_counts_drafts_that_had_the_position() -> None:
     assert DraftCounts.total([counts, None]) is None
 
 
-def test_rows_leave_out_what_broke_off() -> None:
+def test_rows_leave_out_incomplete_cells() -> None:
     found = rows_of([cell(100), cell(50, repeat=1, complete=False), cell(120, mode="auto")], price_per_hour=0.36)
     assert [(row.mode, row.cells) for row in found] == [("off", 1), ("auto", 1)]
     assert found[0].cost_per_million == pytest.approx(1.0) and found[1].speedup.point == pytest.approx(1.2)
@@ -129,7 +129,7 @@ def words(text: str) -> int:
 
 
 @pytest.mark.parametrize("name", workloads.names())
-def test_builtin_workloads(name: str) -> None:
+def test_builtin_workloads_are_distinct_and_deterministic(name: str) -> None:
     (workload,) = workloads.find(name, words)
     tasks = workload.tasks(60)
     assert tasks == workload.tasks(60) and tasks[:4] == workload.tasks(4)
@@ -138,13 +138,13 @@ def test_builtin_workloads(name: str) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 10, 500])
-def test_synthetic_prompts_have_the_length_asked_for(length: int) -> None:
+def test_synthetic_prompts_have_the_requested_length(length: int) -> None:
     tasks = workloads.synthetic(length, words).tasks(3)
     assert [words(task.turns[0]) for task in tasks] == [length] * 3
     assert length < 10 or len({task.turns for task in tasks}) == 3
 
 
-def test_synthetic_prompts_are_of_given_texts_and_a_temperature() -> None:
+def test_synthetic_prompts_use_the_given_texts_and_temperature() -> None:
     hot = workloads.synthetic(20, words, ["only these words"], name="s").at(0.7)
     (task,) = hot.tasks(1)
     assert set(task.turns[0].split()) == {"only", "these", "words"}
@@ -155,7 +155,7 @@ def test_synthetic_prompts_are_of_given_texts_and_a_temperature() -> None:
 
 @pytest.fixture
 def questions(tmp_path: Path) -> Path:
-    """Spec-Bench's layout, and our own."""
+    """Prompts in Spec-Bench's layout and in headstart's own."""
     records: list[dict[str, Any]] = [
         {"question_id": 1, "category": "math", "turns": ["1 + 1?", "and 2?"]},
         {"category": "math", "prompt": "3 + 3?", "max_tokens": 5, "temperature": 1},
@@ -166,7 +166,7 @@ def questions(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_file_takes_categories_in_turn_or_one_of_them(questions: Path) -> None:
+def test_file_workload_alternates_categories_or_selects_one(questions: Path) -> None:
     (workload,) = workloads.find(str(questions), words)
     assert [task.turns for task in workload.tasks(4)] == [("1 + 1?",), ("Who?",), ("3 + 3?",), ("1 + 1?",)]
     assert workload.tasks(2)[1].system == "Short."
@@ -186,7 +186,7 @@ def test_a_file_takes_categories_in_turn_or_one_of_them(questions: Path) -> None
     ("x\n" * 9, "and 6 more"),
     ("\n", "holds no task"),
 ])  # fmt: skip
-def test_bad_lines(tmp_path: Path, capsys: Capture, lines: str, message: str) -> None:
+def test_bad_lines_of_a_workload_file_are_named(tmp_path: Path, capsys: Capture, lines: str, message: str) -> None:
     path = tmp_path / "own.jsonl"
     path.write_text(lines)
     assert main(["bench", "--workload", str(path)]) == 2 and message in capsys.readouterr().err
@@ -206,11 +206,11 @@ def sums(count: int, **changes: Any) -> Workload:
 
 
 @pytest.mark.parametrize("mode", ["off", "2", "auto"])
-def test_measure(runner: InProcessTarget, mode: str) -> None:
+def test_measure_counts_requests_tokens_and_drafts(runner: InProcessTarget, mode: str) -> None:
     found = measure(runner, sums(5), mode, RequestLoad(concurrency=2), num_requests=5, repeat=3)
     assert (found.complete, found.requests, found.failed, found.repeat) == (True, 5, 0, 3)
     assert (found.output_tokens, found.cached_tokens) == (30, 0) and found.latency.ttft.count == 5
-    if mode != "auto":  # which drafts only where it pays
+    if mode != "auto":  # auto drafts only where drafting pays
         assert (found.speculation.drafts > 0) == (mode != "off")
     assert len(found.speculation.per_position) == {"off": 0, "2": 2, "auto": len(found.speculation.per_position)}[mode]
 
@@ -221,7 +221,7 @@ def test_mode_off_has_no_drafter(runner: InProcessTarget) -> None:
     assert runner._drafting.engine.drafting.drafter is not None
 
 
-def test_no_more_run_at_a_time_than_asked_for(runner: InProcessTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrency_is_never_exceeded(runner: InProcessTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, seen = runner._drafting.engine, list[int]()
     step = engine.step
     monkeypatch.setattr(engine, "step", lambda deliver: (seen.append(len(engine.live)), step(deliver)))
@@ -229,20 +229,20 @@ def test_no_more_run_at_a_time_than_asked_for(runner: InProcessTarget, monkeypat
     assert max(seen) == 3
 
 
-def test_prompts_are_not_cached_from_run_to_run(runner: InProcessTarget) -> None:
+def test_prefix_cache_is_not_reused_between_runs(runner: InProcessTarget) -> None:
     workload = Workload("long", lambda index: Task(turns=("again and " * 30,), max_tokens=2))
     found = [measure(runner, workload, "off", RequestLoad(concurrency=1), num_requests=1) for _ in range(2)]
     assert [each.cached_tokens for each in found] == [0, 0]
 
 
-def test_turns_of_a_task_follow_each_other(runner: InProcessTarget) -> None:
+def test_turns_of_a_task_share_the_conversation(runner: InProcessTarget) -> None:
     task = Task(turns=("one", "two", "three"), system="You count.", max_tokens=4, ignore_eos=True)
     found = measure(runner, Workload("talk", lambda index: task), "auto", RequestLoad(concurrency=2), num_requests=2)
     assert (found.requests, found.output_tokens) == (6, 24)
-    assert found.cached_tokens  # the conversation so far
+    assert found.cached_tokens  # earlier turns come from the prefix cache
 
 
-def test_requests_at_random_times(runner: InProcessTarget) -> None:
+def test_request_rate_gives_random_reproducible_arrivals(runner: InProcessTarget) -> None:
     load = RequestLoad(rate=200.0, seed=1)
     due = list(load.arrivals(6))
     found = measure(runner, sums(6), "off", load, num_requests=6)
@@ -251,12 +251,12 @@ def test_requests_at_random_times(runner: InProcessTarget) -> None:
 
 
 @pytest.mark.parametrize(("mode", "message"), [("17", "1 to 16"), ("0", "1 to 16"), ("deep", "unknown")])
-def test_modes_that_do_not_exist(runner: InProcessTarget, mode: str, message: str) -> None:
+def test_unknown_modes_are_refused(runner: InProcessTarget, mode: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         measure(runner, sums(1), mode, RequestLoad(concurrency=1), num_requests=1)
 
 
-def test_what_does_not_fit_is_refused_or_fails_alone(runner: InProcessTarget) -> None:
+def test_prompts_beyond_the_context_are_refused_or_fail_alone(runner: InProcessTarget) -> None:
     with pytest.raises(CapacityError, match="the context holds 256"):
         runner.check([Task(turns=("x " * 300,))])
     task = Task(turns=("one", "x " * 300), max_tokens=2)
@@ -264,7 +264,7 @@ def test_what_does_not_fit_is_refused_or_fails_alone(runner: InProcessTarget) ->
     assert (found.requests, found.failed) == (2, 1) and "the context holds 256" in found.errors[0]
 
 
-def test_unchunked_prefill_takes_a_prompt_in_one_pass(headed: str) -> None:
+def test_unchunked_prefill_processes_a_prompt_in_one_pass(headed: str) -> None:
     small = replace(TINY, max_num_batched_tokens=16)
     engines = [InProcessTarget(headed, small, chunked_prefill=chunked)._drafting.engine for chunked in (True, False)]
     assert [engine.scheduler.chunks_prompts for engine in engines] == [True, False]
@@ -285,14 +285,14 @@ def measured(headed: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Ben
     return document, folder
 
 
-class Timed:
-    """A target whose runs take no time and report this one."""
+class FixedLatencyTarget:
+    """A target whose runs return at once and report fixed latencies."""
 
     chunked_prefill, is_local, modes, description = True, True, ("off", "auto"), {"model": "m"}
 
     def __init__(self, ttft_s: float, tpot_s: float) -> None:
         self.ttft_s, self.tpot_s = ttft_s, tpot_s
-        self.runs: list[tuple[int, int, int | None]] = []  # concurrency, requests, tokens of an answer
+        self.runs: list[tuple[int, int, int | None]] = []  # concurrency, requests, max_tokens
 
     def count_tokens(self, text: str) -> int:
         return len(text.split())
@@ -322,10 +322,10 @@ class Timed:
         (60.0, 3.0, {"concurrency": (2,)}, [(2, 8, 64)]),
     ],
 )
-def test_default_load_follows_the_speed(
+def test_default_load_depends_on_the_measured_speed(
     ttft_s: float, tpot_s: float, given: dict[str, Any], runs: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = Timed(ttft_s, tpot_s)
+    target = FixedLatencyTarget(ttft_s, tpot_s)
     monkeypatch.setattr(bench, "_targets", lambda *_: iter([target]))
     report, document = bench.run(BenchOptions(pairs=1, modes=("off",), **given))
     assert target.runs[-len(runs) :] == runs
@@ -336,7 +336,7 @@ def test_default_load_follows_the_speed(
 
 
 @pytest.mark.slow
-def test_modes_alternate_and_the_document_can_be_read_back(measured: tuple[BenchDocument, Path]) -> None:
+def test_modes_alternate_and_the_document_round_trips(measured: tuple[BenchDocument, Path]) -> None:
     document, folder = measured
     assert [each.mode for each in document.cells[:6]] == ["off", "1", "auto", "auto", "1", "off"]
     assert BenchDocument.read(folder / "a.json") == document
@@ -349,7 +349,7 @@ def test_modes_alternate_and_the_document_can_be_read_back(measured: tuple[Bench
     assert f"accepted tokens by drafter: {by_drafter}" in document.notes
 
 
-def test_report_is_one_file_of_valid_plots(measured: tuple[BenchDocument, Path]) -> None:
+def test_report_is_self_contained_with_valid_plots(measured: tuple[BenchDocument, Path]) -> None:
     text = (measured[1] / "a.html").read_text("utf-8")
     assert not re.search(r"(src|href)=|url\(|@import|<script", text)
     plots = [ElementTree.fromstring(plot) for plot in re.findall(r"<svg viewBox.*?</svg>", text, re.DOTALL)]
@@ -358,8 +358,8 @@ def test_report_is_one_file_of_valid_plots(measured: tuple[BenchDocument, Path])
     assert [title for title in titles if f"<h2>{title}</h2>" in text] == list(titles)
 
 
-def test_report_says_what_modes_are_and_how_much_was_counted(measured: tuple[BenchDocument, Path]) -> None:
-    """Legends in words; every position with its number of drafts; a page for phones, desktops and the dark."""
+def test_report_explains_modes_and_shows_draft_counts(measured: tuple[BenchDocument, Path]) -> None:
+    """Legends describe each mode; every position shows its number of drafts; the page fits phones and dark mode."""
     text = (measured[1] / "a.html").read_text("utf-8")
     for words in ("off: plain decoding", "depth 1: always 1 drafted", "auto: drafted as deep as pays"):
         assert words in text
@@ -368,7 +368,7 @@ def test_report_says_what_modes_are_and_how_much_was_counted(measured: tuple[Ben
     assert len(shown) == sum(len(row.acceptance_at) for row in first) > 0
     assert all(int(count.replace(",", "")) > 0 for count in shown) and "prefers-color-scheme: dark" in text
     assert set(re.findall(r'(?:fill|stroke)="(#[0-9a-f]{3,6})"', text)) <= set(report.DARK)
-    assert "minmax(min(100%, 360px)" in text  # no wider than a phone
+    assert "minmax(min(100%, 360px)" in text  # columns fit a phone
 
 
 def test_plots_of_one_kind_have_the_same_axes(measured: tuple[BenchDocument, Path]) -> None:
@@ -380,18 +380,18 @@ def test_plots_of_one_kind_have_the_same_axes(measured: tuple[BenchDocument, Pat
 
 
 @pytest.mark.parametrize(("share", "count"), [(0.0, 3), (1.0, 3), (0.5, 10), (0.9, 100_000)])
-def test_the_interval_of_a_share_holds_it(share: float, count: int) -> None:
+def test_wilson_interval_contains_the_share(share: float, count: int) -> None:
     low, high = report.wilson(share, count)
     assert 0 <= low <= share <= high <= 1 and high - low < 2 / count**0.5
 
 
-def test_fewer_requests_than_run_at_a_time_are_refused() -> None:
+def test_fewer_requests_than_the_concurrency_are_refused() -> None:
     assert [load.concurrency for load in BenchOptions(requests=4).loads] == [1, 4]
     with pytest.raises(UsageError, match="never run at a time"):
         BenchOptions(requests=4, concurrency=(1, 8))
 
 
-def test_report_escapes_names_and_says_what_is_missing(measured: tuple[BenchDocument, Path]) -> None:
+def test_report_escapes_names_and_handles_missing_data(measured: tuple[BenchDocument, Path]) -> None:
     document = measured[0]
     rows = tuple(replace(row, workload="<b>", cost_per_million=None) for row in document.rows)
     broken = replace(document, rows=rows, complete=False, error="the server <died>", cells=(cell(complete=False),))
@@ -400,7 +400,9 @@ def test_report_escapes_names_and_says_what_is_missing(measured: tuple[BenchDocu
     assert "<h2>Cost</h2>" not in text and "All numbers" in render(replace(document, rows=(), checks=(), cells=()))
 
 
-def test_compare(measured: tuple[BenchDocument, Path], tmp_path: Path, capsys: Capture) -> None:
+def test_compare_reports_ratios_of_two_documents(
+    measured: tuple[BenchDocument, Path], tmp_path: Path, capsys: Capture
+) -> None:
     document = measured[0]
     twice = tuple(replace(each, output_tokens=2 * each.output_tokens) for each in document.cells)
     faster = replace(document, cells=twice, rows=tuple(rows_of(twice)), source={**document.source, "model": "other"})
@@ -419,7 +421,7 @@ def test_compare(measured: tuple[BenchDocument, Path], tmp_path: Path, capsys: C
 @pytest.mark.parametrize(
     ("raised", "code", "error"), [(KeyboardInterrupt(), 130, "interrupted"), (CapacityError("no room"), 1, "no room")]
 )
-def test_whatever_ends_a_run_what_was_measured_is_kept(
+def test_interrupted_or_failed_runs_keep_finished_cells(
     headed: str, tmp_path: Path, capsys: Capture, raised: BaseException, code: int, error: str
 ) -> None:
     out, calls = tmp_path / "a.json", count(1)
@@ -439,10 +441,8 @@ def test_whatever_ends_a_run_what_was_measured_is_kept(
     assert f"INCOMPLETE: {error}" in capsys.readouterr().out
 
 
-def test_a_growing_document_is_written_as_loads_are_done(
-    headed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A program that is killed leaves the loads that were done."""
+def test_document_is_written_after_each_load(headed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed process leaves the loads that were finished."""
     out, seen = tmp_path / "a.json", list[tuple[bool, int]]()
 
     def watched(*args: Any, **settings: Any) -> BenchCell:
@@ -460,7 +460,7 @@ def test_a_growing_document_is_written_as_loads_are_done(
     assert seen == [(False, 2), (False, 2)] and BenchDocument.read(out).complete
 
 
-def test_command_prints_one_document(headed: str, capsys: Capture) -> None:
+def test_command_prints_one_json_document(headed: str, capsys: Capture) -> None:
     arguments = ["--max-model-len", "256", "--kv-blocks", "128", "--preset", "sharegpt-2500-1500", "--scale", "0.005"]
     assert main(["bench", headed, *arguments, "--concurrency", "2", "--requests", "2", "--pairs", "1", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -487,7 +487,7 @@ def test_command_prints_one_document(headed: str, capsys: Capture) -> None:
     (["--compare", __file__, __file__], "is not JSON"),
     *(([flag, str(10**20)], "at most") for flag in ("--requests", "--scale", "--input-tokens", "--pairs")),
 ])  # fmt: skip
-def test_bad_options(arguments: list[str], message: str, capsys: Capture) -> None:
+def test_bad_options_are_named(arguments: list[str], message: str, capsys: Capture) -> None:
     assert main(["bench", *arguments]) == 2
     shown = capsys.readouterr()
     assert message in shown.err + shown.err.partition("hint: ")[2] and not shown.out
@@ -496,21 +496,21 @@ def test_bad_options(arguments: list[str], message: str, capsys: Capture) -> Non
 # Energy and axes.
 
 
-def test_energy_of_packages(tmp_path: Path) -> None:
+def test_energy_of_cpu_packages_is_summed(tmp_path: Path) -> None:
     for name, value in {"intel-rapl:0": 1_000_000, "intel-rapl:1": 900_000, "intel-rapl:0:0": 5}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "energy_uj").write_text(f"{value}\n")
         (tmp_path / name / "max_energy_range_uj").write_text("1000000\n")
     with (meter := EnergyMeter(tmp_path, "no-such-program")):
         (tmp_path / "intel-rapl:0" / "energy_uj").write_text("3500000\n")
-        (tmp_path / "intel-rapl:1" / "energy_uj").write_text("400000\n")  # began anew
+        (tmp_path / "intel-rapl:1" / "energy_uj").write_text("400000\n")  # the counter wrapped around
     assert meter.joules == pytest.approx(2.5 + 0.5)
     with (meter := EnergyMeter(tmp_path / "none", "no-such-program")):
         pass
     assert meter.joules is None
 
 
-def test_energy_of_gpus(tmp_path: Path) -> None:
+def test_energy_of_gpus_is_integrated_from_power(tmp_path: Path) -> None:
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\nfor i in 1 2 3; do echo '0, 100.0'; echo '1, [N/A]'; done\nexec sleep 60\n")
     program.chmod(0o755)
@@ -525,12 +525,12 @@ def test_energy_of_gpus(tmp_path: Path) -> None:
     [*((nice_ticks, *ends) for ends in ((0, 1), (0.7, 1.3), (0, 283), (3e-4, 5e-4))),
      *((log_ticks, *ends) for ends in ((1, 1000), (5.2, 6.1), (0.001, 90000), (40, 60)))],
 )  # fmt: skip
-def test_ticks_are_few_and_inside(ticks_of: Any, low: float, high: float) -> None:
+def test_axis_ticks_are_few_and_inside_the_range(ticks_of: Any, low: float, high: float) -> None:
     ticks = ticks_of(low, high)
     assert 3 <= len(ticks) <= 9 and low * 0.99 - 1e-9 <= ticks[0] and ticks[-1] <= high * 1.01
 
 
-def test_only_its_own_files_are_replaced(tmp_path: Path) -> None:
+def test_force_replaces_only_files_of_headstart_bench(tmp_path: Path) -> None:
     (tmp_path / "mine.json").write_text('{"kind": "mine"}')
     (tmp_path / "old.json").write_text('{\n  "kind": "headstart-bench"\n}')
     (tmp_path / "old.html").write_text("<!doctype html>\n<title>headstart bench: x</title>")

@@ -1,4 +1,4 @@
-"""`headstart bench --url` against small servers made here: odd, refusing and dying ones."""
+"""`headstart bench --url` against fake servers: plain, refusing and crashing ones."""
 
 import asyncio
 import json
@@ -26,8 +26,9 @@ TASKS = Workload("sky", lambda index: Task(turns=("Why?",), max_tokens=5))
 
 
 @dataclass
-class Fake:
-    """How a server answers. `dies_after`: answers after which it is gone, in the middle of the next one."""
+class FakeServer:
+    """A chat server. `cuts`: bytes of a chunk of the response body. `dies_after`: number of complete answers; the next
+    answer breaks off in the middle, and the server closes."""
 
     owner: str = "someone"
     metrics: bool = False
@@ -37,8 +38,8 @@ class Fake:
     refuses: Callable[[int], int] = lambda number: 200
     dies_after: int | None = None
     delay: float = 0.001
-    asked: list[dict[str, Any]] = field(default_factory=list)
-    at_once: Counter[str] = field(default_factory=Counter)
+    chat_requests: list[dict[str, Any]] = field(default_factory=list)
+    num_active: Counter[str] = field(default_factory=Counter)
     port: int = 0
     server: Any = None
 
@@ -68,7 +69,7 @@ class Fake:
         writer.write(fields.encode() + text.encode())
 
     def _metrics(self) -> str:
-        tasks = len(self.asked)
+        tasks = len(self.chat_requests)
         counts = {"drafts_total": 10, "draft_tokens_total": 20, "accepted_tokens_total": 10,
                   'accepted_tokens_per_pos_total{position="0"}': 7, 'accepted_tokens_per_pos_total{position="1"}': 3,
                   "drafts_created": 17_000}  # fmt: skip
@@ -76,13 +77,13 @@ class Fake:
         return "# TYPE vllm:spec_decode_num_drafts_total counter\n" + "".join(lines)
 
     async def _chat(self, writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
-        self.asked.append(body)
-        number = len(self.asked)
+        self.chat_requests.append(body)
+        number = len(self.chat_requests)
         if (status := self.refuses(number)) != 200:
             self._answer(writer, status, json.dumps({"error": {"message": "no room\nhere"}}))
             return
-        self.at_once["now"] += 1
-        self.at_once["most"] = max(self.at_once["most"], self.at_once["now"])
+        self.num_active["now"] += 1
+        self.num_active["most"] = max(self.num_active["most"], self.num_active["now"])
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
         for index, word in enumerate(WORDS[: body["max_tokens"]]):
             await asyncio.sleep(self.delay)
@@ -97,21 +98,21 @@ class Fake:
         self._data(writer, b"data: [DONE]\r\n\r\n")
         writer.write(b"0\r\n\r\n")
         await writer.drain()
-        self.at_once["now"] -= 1
+        self.num_active["now"] -= 1
 
     def _event(self, writer: asyncio.StreamWriter, document: dict[str, Any]) -> None:
         self._data(writer, f"data: {json.dumps(document)}\n\n".encode())
 
     def _data(self, writer: asyncio.StreamWriter, data: bytes) -> None:
-        """Chunks of the transfer coding that end wherever they like."""
+        """Writes chunks of `cuts` bytes, which may end inside an event or a character."""
         for start in range(0, len(data), self.cuts):
             part = data[start : start + self.cuts]
             writer.write(f"{len(part):x}\r\n".encode() + part + b"\r\n")
 
 
 @contextmanager
-def running(fake: Fake) -> Iterator[Fake]:
-    """The server in a thread of its own."""
+def running(fake: FakeServer) -> Iterator[FakeServer]:
+    """Runs the server in a thread."""
     loop, ready = asyncio.new_event_loop(), threading.Event()
 
     async def start() -> None:
@@ -121,7 +122,7 @@ def running(fake: Fake) -> Iterator[Fake]:
 
     async def stop() -> None:
         fake.server.close()
-        await asyncio.sleep(0.02)  # connections that have just been closed end
+        await asyncio.sleep(0.02)  # time for closed connections to end
 
     def work() -> None:
         asyncio.set_event_loop(loop)
@@ -140,54 +141,54 @@ def running(fake: Fake) -> Iterator[Fake]:
         loop.close()
 
 
-def runner_of(fake: Fake) -> HttpTarget:
+def target_of(fake: FakeServer) -> HttpTarget:
     return HttpTarget(Server.at(fake.url))
 
 
 @pytest.mark.parametrize("cuts", [10_000, 7, 1])
-def test_any_cut_of_the_stream_gives_the_same_answer(cuts: int) -> None:
-    with running(Fake(cuts=cuts)) as fake:
+def test_chunk_boundaries_do_not_change_the_answer(cuts: int) -> None:
+    with running(FakeServer(cuts=cuts)) as fake:
         answer = asyncio.run(post(Server.at(fake.url), "/v1/chat/completions", {"max_tokens": 5}))
     assert (answer.status, answer.text, answer.broken) == (200, "The sky is blue.", False)
     assert (len(answer.pieces), answer.usage["completion_tokens"]) == (5, 5) and 0 < answer.first < answer.seconds
 
 
-def test_measure() -> None:
-    with running(Fake()) as fake:
-        found = measure(runner_of(fake), TASKS, "server", RequestLoad(concurrency=2), num_requests=6)
-        assert fake.at_once["most"] <= 6
+def test_measure_counts_requests_and_tokens() -> None:
+    with running(FakeServer()) as fake:
+        found = measure(target_of(fake), TASKS, "server", RequestLoad(concurrency=2), num_requests=6)
+        assert fake.num_active["most"] <= 6
     assert (found.complete, found.requests, found.failed) == (True, 6, 0)
     assert (found.prompt_tokens, found.output_tokens) == (42, 30) and found.latency.itl.count == 24
     assert (found.speculation, found.cached_tokens, found.chunked_prefill) == (None, None, None)
 
 
-def test_no_more_clients_than_asked_for_and_those_at_random_times() -> None:
-    with running(Fake(delay=0.003)) as fake:
-        runner_of(fake).run(TASKS.tasks(9), "server", RequestLoad(concurrency=3), lambda: None)
-        assert fake.at_once["most"] == 3
+def test_concurrency_and_request_rate_are_kept() -> None:
+    with running(FakeServer(delay=0.003)) as fake:
+        target_of(fake).run(TASKS.tasks(9), "server", RequestLoad(concurrency=3), lambda: None)
+        assert fake.num_active["most"] == 3
     load = RequestLoad(rate=100.0)
-    with running(Fake()) as fake:
-        found = measure(runner_of(fake), TASKS, "server", load, num_requests=5)
+    with running(FakeServer()) as fake:
+        found = measure(target_of(fake), TASKS, "server", load, num_requests=5)
     assert found.seconds >= list(load.arrivals(5))[-1] and found.requests == 5
 
 
-def test_without_usage_pieces_are_tokens() -> None:
-    with running(Fake(usage=False)) as fake:
-        assert measure(runner_of(fake), TASKS, "server", RequestLoad(concurrency=1), num_requests=2).output_tokens == 10
+def test_pieces_count_as_tokens_without_usage() -> None:
+    with running(FakeServer(usage=False)) as fake:
+        assert measure(target_of(fake), TASKS, "server", RequestLoad(concurrency=1), num_requests=2).output_tokens == 10
 
 
-def test_metrics_of_vllm() -> None:
-    with running(Fake(metrics=True)) as fake:
-        found = measure(runner_of(fake), TASKS, "server", RequestLoad(concurrency=1), num_requests=4).speculation
+def test_draft_counts_come_from_vllm_metrics() -> None:
+    with running(FakeServer(metrics=True)) as fake:
+        found = measure(target_of(fake), TASKS, "server", RequestLoad(concurrency=1), num_requests=4).speculation
     assert (found.drafts, found.drafted, found.accepted, found.per_position) == (40, 80, 40, (28, 12))
     assert found.acceptance_at == [0.7, 0.3]
 
 
-def test_conversation_goes_on_with_the_answer() -> None:
+def test_next_turn_includes_the_answer() -> None:
     task = Task(turns=("one", "two"), system="Count.", max_tokens=5, schema={"type": "object"}, ignore_eos=True)
-    with running(Fake()) as fake:
-        runner_of(fake).run([task], "server", RequestLoad(concurrency=1), lambda: None)
-        last = fake.asked[-1]
+    with running(FakeServer()) as fake:
+        target_of(fake).run([task], "server", RequestLoad(concurrency=1), lambda: None)
+        last = fake.chat_requests[-1]
     assert [each["role"] for each in last["messages"]] == ["system", "user", "assistant", "user"]
     assert last["messages"][2]["content"] == "The sky is blue."
     assert (last["ignore_eos"], last["response_format"]["type"], last["model"]) == (True, "json_schema", "m")
@@ -196,44 +197,44 @@ def test_conversation_goes_on_with_the_answer() -> None:
 @pytest.mark.parametrize(
     ("mode", "field_"), [("off", {"mode": "off"}), ("auto", {"mode": "auto"}), ("3", {"mode": "auto", "depth": 3})]
 )
-def test_modes_of_our_own_server(mode: str, field_: dict[str, Any]) -> None:
-    with running(Fake(owner="headstart")) as fake:
-        measure(runner_of(fake), TASKS, mode, RequestLoad(concurrency=1), num_requests=1)
-        assert fake.asked[-1]["speculation"] == field_
+def test_modes_set_the_speculation_field_of_headstart(mode: str, field_: dict[str, Any]) -> None:
+    with running(FakeServer(owner="headstart")) as fake:
+        measure(target_of(fake), TASKS, mode, RequestLoad(concurrency=1), num_requests=1)
+        assert fake.chat_requests[-1]["speculation"] == field_
 
 
-def test_mode_off_of_a_second_server() -> None:
-    with running(Fake()) as fake, running(Fake()) as plain:
+def test_mode_off_uses_the_second_server() -> None:
+    with running(FakeServer()) as fake, running(FakeServer()) as plain:
         with pytest.raises(UsageError, match="is not headstart's"):
-            measure(runner_of(fake), TASKS, "off", RequestLoad(concurrency=1), num_requests=1)
+            measure(target_of(fake), TASKS, "off", RequestLoad(concurrency=1), num_requests=1)
         runner = HttpTarget(Server.at(fake.url), Server.at(plain.url))
         assert runner.modes == ("off", "server")
         measure(runner, TASKS, "off", RequestLoad(concurrency=1), num_requests=2)
-        assert (len(fake.asked), len(plain.asked)) == (0, 4)  # each prompt once before
+        assert (len(fake.chat_requests), len(plain.chat_requests)) == (0, 4)  # each prompt is sent once as warm-up
 
 
 def test_refused_requests_are_counted() -> None:
-    with running(Fake()) as fake:
-        runner = runner_of(fake)
+    with running(FakeServer()) as fake:
+        runner = target_of(fake)
         fake.refuses = lambda number: 503 if number % 4 == 0 else 200
         found = measure(runner, TASKS, "server", RequestLoad(concurrency=1), num_requests=4)
     assert (found.complete, found.requests, found.failed) == (True, 4, 1)
     assert found.errors == ("HTTP 503: no room here",) and found.output_tokens == 15
 
 
-def test_a_server_that_refuses_everything_ends_the_run(tmp_path: Path, capsys: Capture) -> None:
+def test_run_ends_when_all_requests_are_refused(tmp_path: Path, capsys: Capture) -> None:
     out = tmp_path / "a.json"
-    with running(Fake(refuses=lambda number: 400)) as fake:
+    with running(FakeServer(refuses=lambda number: 400)) as fake:
         assert main(["bench", "--url", fake.url, "--concurrency", "1,2", "--out", str(out)]) == 1
     assert "all 8 requests of a run failed: HTTP 400: no room here" in capsys.readouterr().out
     assert len(BenchDocument.read(out).cells) == 1
 
 
-def test_a_server_that_dies_leaves_what_was_measured(tmp_path: Path, capsys: Capture) -> None:
-    """Runs of 2 requests; each is preceded by as many of one token. It dies in the third run."""
+def test_finished_cells_are_kept_when_the_server_dies(tmp_path: Path, capsys: Capture) -> None:
+    """Each run has 2 requests, after 2 warm-up requests of one token. The server dies in the third run."""
     out, page = tmp_path / "a.json", tmp_path / "a.html"
     arguments = ["--concurrency", "2", "--requests", "2", "--workload", "prose", "--output-tokens", "5"]
-    with running(Fake(dies_after=4 + 4 + 4 + 2)) as fake:
+    with running(FakeServer(dies_after=4 + 4 + 4 + 2)) as fake:
         assert main(["bench", "--url", fake.url, *arguments, "--out", str(out), "--report", str(page)]) == 1
     assert "INCOMPLETE: the server died" in capsys.readouterr().out
     document = BenchDocument.read(out)
@@ -242,22 +243,22 @@ def test_a_server_that_dies_leaves_what_was_measured(tmp_path: Path, capsys: Cap
     assert "Incomplete:" in page.read_text("utf-8")
 
 
-def test_a_lost_connection_ends_a_run_early() -> None:
-    with running(Fake(dies_after=3)) as fake:
-        runner = runner_of(fake)
+def test_lost_connection_ends_a_run_early() -> None:
+    with running(FakeServer(dies_after=3)) as fake:
+        runner = target_of(fake)
         outcome = runner.run(TASKS.tasks(50), "server", RequestLoad(concurrency=1), lambda: None)
     assert "hung up" in outcome.lost and [bool(each.error) for each in outcome.samples] == [False, False, False, True]
     assert not runner.is_alive()
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://no-such-host.invalid", f"http://{'x' * 70}.invalid"])
-def test_unreachable_server(url: str, capsys: Capture) -> None:
+def test_unreachable_server_is_reported(url: str, capsys: Capture) -> None:
     assert main(["bench", "--url", url]) == 2
     shown = capsys.readouterr().err
     assert f"cannot reach {url}" in shown and "is the server running" in shown
 
 
-def test_addresses() -> None:
+def test_server_addresses_are_parsed() -> None:
     for url in ("http://[", "ftp://x", "http://", "http://x:port"):
         with pytest.raises(UsageError, match="not the address of a server"):
             Server.at(url)
@@ -267,16 +268,16 @@ def test_addresses() -> None:
     assert "secret" not in repr(replace(Server.at("http://x"), api_key="secret"))
 
 
-def test_something_else_than_such_a_server() -> None:
-    with running(Fake()) as fake:
+def test_server_without_the_openai_api_is_refused() -> None:
+    with running(FakeServer()) as fake:
         server = replace(Server.at(fake.url), prefix="/nothing")
         assert asyncio.run(get(server, "/v1/models")).status == 404
         with pytest.raises(UsageError, match="not an OpenAI-compatible server: /v1/models answers 404"):
             HttpTarget(server)
 
 
-def test_what_the_server_does_not_have(capsys: Capture) -> None:
-    with running(Fake()) as fake:
+def test_unknown_models_and_local_options_are_refused_over_http(capsys: Capture) -> None:
+    with running(FakeServer()) as fake:
         assert main(["bench", "other", "--url", fake.url]) == 2
     shown = capsys.readouterr().err
     assert "has no model 'other'" in shown and "it has m" in shown
@@ -284,11 +285,11 @@ def test_what_the_server_does_not_have(capsys: Capture) -> None:
     assert "--threads has no meaning for a server" in capsys.readouterr().err
 
 
-def test_prompts_of_a_length_where_the_server_counts_tokens_and_where_it_does_not() -> None:
-    with running(Fake(counts=True)) as fake, running(Fake()) as other:
-        runner = runner_of(fake)
+def test_prompt_length_uses_tokenize_or_an_estimate() -> None:
+    with running(FakeServer(counts=True)) as fake, running(FakeServer()) as other:
+        runner = target_of(fake)
         (counted,) = synthetic(30, runner.count_tokens).tasks(1)
-        (guessed,) = synthetic(30, runner_of(other).count_tokens).tasks(1)
+        (guessed,) = synthetic(30, target_of(other).count_tokens).tasks(1)
     assert len(counted.turns[0].split()) == 30 and len(guessed.turns[0]) == pytest.approx(120, abs=8)
     with pytest.raises(UsageError, match="no longer counts tokens"):
         runner.count_tokens("gone")

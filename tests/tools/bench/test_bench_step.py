@@ -1,4 +1,4 @@
-"""`headstart bench step` on tiny models: what it reports and what it refuses. No times are looked at."""
+"""`headstart bench step` on tiny models: report, profile, refused options. Times are not checked."""
 
 import json
 from pathlib import Path
@@ -40,14 +40,14 @@ def small_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bench(model: str, *, backend: str = "native", **settings: Any) -> Report:
-    asked = {name: settings.pop(name) for name in ("drafter", "head") if name in settings}
-    config = EngineConfig(backend=backend, threads=1, depth=settings.pop("depth", 1), **asked)
+    drafting = {name: settings.pop(name) for name in ("drafter", "head") if name in settings}
+    config = EngineConfig(backend=backend, threads=1, depth=settings.pop("depth", 1), **drafting)
     options = {"rows": (1, 4, 16), "context": 20, "repeats": 2, "read_bytes": READ_BYTES, **settings}
     return bench_step.run(StepOptions(model=model, config=config, **options))
 
 
-def test_a_pass_reads_the_experts_of_a_row(tmp_path: Path) -> None:
-    """Three of seven experts in two of three layers; the router is read whole."""
+def test_weight_bytes_count_the_experts_of_one_row(tmp_path: Path) -> None:
+    """3 of 7 experts of a layer count; the router counts whole."""
     folder = write_tiny("glm4_moe", tmp_path, n_shared_experts=0)
     model = load_model(str(folder), EngineConfig(backend="reference", threads=1))
     used = (name for name in model.weights.used if not name.startswith(("embed_tokens", "mtp.")))
@@ -56,8 +56,8 @@ def test_a_pass_reads_the_experts_of_a_row(tmp_path: Path) -> None:
     assert bench_step.weight_bytes(model) == sum(sizes.values()) - experts + experts * 3 // 7
 
 
-def test_passes_of_a_second_model_are_drafts(plain: str) -> None:
-    """They read no hidden states, as the trunk's do not."""
+def test_draft_model_passes_are_timed_as_drafts(plain: str) -> None:
+    """Passes of a draft model read no hidden states."""
     data = bench(plain, drafter="draft_model", head=plain, depth=2).data
     assert (data["draft"]["depth"], len(data["draft"]["step"]["samples_ms"])) == (2, 2 * 2)
     assert all(len(row["samples_ms"]) == 2 for row in data["passes"])
@@ -65,7 +65,7 @@ def test_passes_of_a_second_model_are_drafts(plain: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native", "reference"])
-def test_report(headed: str, backend: str) -> None:
+def test_report_of_a_model_with_a_head(headed: str, backend: str) -> None:
     report = bench(headed, backend=backend)
     data = report.data
     assert report.ok and [row["rows"] for row in data["passes"]] == [1, 4, 16]
@@ -85,8 +85,8 @@ def test_report(headed: str, backend: str) -> None:
     assert [line.split()[0] for line in bench_step.header(data)] == ["model", "machine", "versions"]
 
 
-def test_bytes_of_a_pass(plain: str) -> None:
-    """All weights but the embedding, of which single rows are read; KV once for all rows."""
+def test_bytes_of_a_pass_are_weights_and_kv(plain: str) -> None:
+    """All weights count except the embedding, of which single rows are read. KV counts once for all rows."""
     data = bench(plain, backend="reference").data
     model = load_model(plain, EngineConfig(backend="reference", threads=1))
     names = model.weights.used - (set() if model.config.tied else {"embed_tokens.weight"})
@@ -95,7 +95,7 @@ def test_bytes_of_a_pass(plain: str) -> None:
     assert data["passes"][1]["bytes"] == total + data["kv_bytes_per_position"] * (20 + 4)
 
 
-def test_without_a_head_there_is_no_draft(plain: str) -> None:
+def test_report_without_a_head_has_no_draft(plain: str) -> None:
     report = bench(plain, rows=(2, 3))
     assert [report.data[name] for name in ("flatness", "flatness_in_place", "draft", "prefill")] == [None] * 4
     assert [each["rows"] for each in report.data["in_place"]] == [1] and report.lines == []
@@ -129,13 +129,13 @@ def test_rows_stay_within_the_context() -> None:
     assert [affordable_repeats(seconds, 1.0) for seconds in (0.0, 0.1, 9.0)] == [50, 10, 5]
 
 
-def test_profile_needs_a_backend_that_tells(plain: str) -> None:
+def test_profile_needs_a_backend_with_timings(plain: str) -> None:
     with pytest.raises(UsageError, match="reference does not tell") as caught:
         bench(plain, backend="reference", profile=True)
     assert "--backend native" in caught.value.hint
 
 
-def test_command_prints_one_document(headed: str, small_buffer: None, capsys: Capture) -> None:
+def test_command_prints_one_json_document(headed: str, small_buffer: None, capsys: Capture) -> None:
     arguments = ["--rows", "4,1", "--context", "16", "--repeats", "1", "--depth", "1", "--threads", "1", "--json"]
     assert main(["bench", "step", headed, *arguments]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -159,7 +159,7 @@ def test_command_prints_tables(headed: str, small_buffer: None, capsys: Capture)
     (["--kv-blocks", "9"], "--kv-blocks has no meaning"),
     (["--drafter", "ngram"], "--drafter ngram: bench step times a head"),
 ])  # fmt: skip
-def test_wrong_options(arguments: list[str], message: str, capsys: Capture) -> None:
+def test_wrong_options_are_named(arguments: list[str], message: str, capsys: Capture) -> None:
     assert main(["bench", "step", "no-such-model", *arguments]) == 2
     captured = capsys.readouterr()
     assert captured.out == "" and message in captured.err

@@ -1,4 +1,4 @@
-"""`headstart export`: what is written is what the other layout's formula needs, whole or not at all."""
+"""`headstart export`: MiMo directories that draft as the source, copied tokenizer files, refused targets."""
 
 import json
 from dataclasses import replace
@@ -36,21 +36,21 @@ def trunk_and_head(tmp_path: Path, hidden_first: bool) -> tuple[Path, Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hidden_first", [False, True])
-def test_a_mimo_directory_says_and_drafts_the_same(tmp_path: Path, hidden_first: bool) -> None:
+def test_exported_mimo_directory_drafts_the_same_tokens(tmp_path: Path, hidden_first: bool) -> None:
     model, head = trunk_and_head(tmp_path, hidden_first)
     out = tmp_path / "mimo"
     assert run(ExportOptions(model=str(model), head=head, to="vllm-mimo", out=out)).ok
     assert {path.name for path in out.iterdir()} >= {"config.json", "model.safetensors", "configuration_mimo.py"}
     assert json.loads((out / "config.json").read_text())["auto_map"]["AutoConfig"] == "configuration_mimo.MiMoConfig"
     common: dict[str, Any] = {"backend": "reference", "dtype": "float64", "threads": 1, "max_model_len": 96}
-    ours = load_model(str(out), EngineConfig(head=str(head), **common))  # the written trunk with the head as it was
+    ours = load_model(str(out), EngineConfig(head=str(head), **common))  # the exported trunk with the original head
     native = load_model(str(out), EngineConfig(**common))
     assert native.head.source == "the checkpoint"
     rng, width = np.random.default_rng(0), native.config.hidden_size
     hidden, tokens = torch.from_numpy(rng.standard_normal((2, 9, width))), torch.randint(0, support.VOCAB, (2, 9))
     found = []
     for each in (ours.head, native.head):
-        spec = replace(each.spec, mask_first=False)  # MiMo's own rule for the first pair of a text
+        spec = replace(each.spec, mask_first=False)  # MiMo's rule for the first pair of a text
         found.append(unroll(each.modules, spec, native.decoder.embedding, hidden, tokens, 3))
     torch.testing.assert_close(*found, rtol=1e-9, atol=1e-9)
     params = SamplingParams(max_tokens=24, ignore_eos=True)
@@ -58,13 +58,13 @@ def test_a_mimo_directory_says_and_drafts_the_same(tmp_path: Path, hidden_first:
     llm = LLM(str(out), EngineConfig(depth=3, **common))
     assert llm.method == "mtp"
     plain = [each.token_ids for each in llm.generate(prompts, params, depth=0)]
-    # the same head from a checkpoint of its own: the same drafts
+    # The same head given by --head makes the same drafts.
     apart = LLM(str(out), EngineConfig(head=str(out), depth=3, **common))
     drafted = [[(each.token_ids, each.speculation) for each in one.generate(prompts, params)] for one in (llm, apart)]
     assert drafted[0] == drafted[1] and [tokens for tokens, _ in drafted[0]] == plain
 
 
-def test_chat_templates_and_tokenizers_come_along(tmp_path: Path) -> None:
+def test_chat_templates_and_tokenizers_are_copied(tmp_path: Path) -> None:
     model, head = trunk_and_head(tmp_path, True)
     (model / "chat_template.jinja").write_text("{{ messages }}")
     (model / "additional_chat_templates").mkdir()
@@ -76,7 +76,7 @@ def test_chat_templates_and_tokenizers_come_along(tmp_path: Path) -> None:
         assert (out / name).read_bytes() == (model / name).read_bytes()
 
 
-def test_nothing_is_left_behind(tmp_path: Path) -> None:
+def test_refused_export_writes_no_files(tmp_path: Path) -> None:
     model, head = trunk_and_head(tmp_path, True)
     out = tmp_path / "out"
     refused = (

@@ -1,4 +1,4 @@
-"""A block drafter from training to the layouts of other engines and back: the same drafts."""
+"""Block drafters exported to other engines' layouts and read back draft the same tokens."""
 
 import json
 from dataclasses import replace
@@ -33,8 +33,8 @@ def trunk(folder: Path, family: str = "llama", **changes: Any) -> str:
     return str(support.write_model(folder, config, support.soften(arrays, 0.1)))
 
 
-def drafted(model: str, head: Path) -> list[Any]:
-    """What was drafted and accepted, text by text."""
+def draft_results(model: str, head: Path) -> list[Any]:
+    """(token ids, drafts, accepted) of each answer."""
     common: dict[str, Any] = {"backend": "reference", "dtype": "float64", "threads": 1, "max_model_len": 128}
     llm = LLM(model, EngineConfig(head=str(head), depth=4, **common))
     assert llm.method == "block"
@@ -44,20 +44,18 @@ def drafted(model: str, head: Path) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_what_is_trained_with_defaults_goes_to_other_engines_and_back(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trained_block_drafter_round_trips_through_exports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, head, prompts = trunk(tmp_path / "model"), tmp_path / "head", tmp_path / "prompts.jsonl"
     asked = np.random.default_rng(2).choice(WORDS, (40, 3))
     prompts.write_text("".join(json.dumps({"prompt": " ".join(words)}) + "\n" for words in asked))
     common: dict[str, Any] = {"kind": "block", "model": model, "threads": 1, "measure_speedup": False}
     train(TrainOptions(out=head, prompts=(prompts,), tokens=6_000, draft_vocab=100, **common))
-    before = drafted(model, head)
+    before = draft_results(model, head)
     assert sum(accepted for *_, accepted in before) > 20
     for layout in ("vllm-dspark", "speculators"):
         out = tmp_path / layout
         assert export(ExportOptions(model=model, head=head, to=layout, out=out)).ok
-        assert len(read_head(out).draft_token_ids) == 100 and drafted(model, out) == before
+        assert len(read_head(out).draft_token_ids) == 100 and draft_results(model, out) == before
         assert main(["inspect", str(out)]) == 0 and "DSpark: ALIVE" in capsys.readouterr().out
     again = tmp_path / "again"
     train(TrainOptions(out=again, finetune=True, head=out, prompts=(prompts,), tokens=300, **common))
@@ -73,8 +71,8 @@ def test_what_is_trained_with_defaults_goes_to_other_engines_and_back(
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_new_block_drafters_are_of_a_kind_that_others_run(tmp_path: Path, family: str) -> None:
-    """Whatever the trunk's own block has beside: biases, a scaled rope."""
+def test_new_block_drafters_fit_published_layouts(tmp_path: Path, family: str) -> None:
+    """The trunk's block may have biases and a scaled RoPE."""
     model = trunk(tmp_path / "model", family, rope_parameters=LLAMA3)
     kind, config = head_kind("block"), load_model(model, EngineConfig(backend="reference", threads=1)).config
     spec = replace(kind.training.spec(5, 4), layer=kind.training.layer(config.head_layer, config.hidden_size))
@@ -91,7 +89,9 @@ def test_new_block_drafters_are_of_a_kind_that_others_run(tmp_path: Path, family
         assert again.block.all_causal
 
 
-def test_those_of_older_versions_say_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_block_drafters_of_older_versions_are_refused_with_a_hint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["export", "--head", str(SHIPPED), "--to", "vllm-dspark", "-o", str(tmp_path / "out")]) == 2
     told = capsys.readouterr().err
     assert "its taps are normed one by one" in told and "train a new one: headstart train --kind block" in told

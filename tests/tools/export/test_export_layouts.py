@@ -1,4 +1,4 @@
-"""`headstart export` to EAGLE, speculators and GGUF: where the formula allows it, by tables; where not, the reason."""
+"""`headstart export` to EAGLE, speculators and GGUF: tensor names and config keys, and reasons of refusals."""
 
 import json
 import shlex
@@ -60,7 +60,7 @@ QWEN: dict[str, Array] = {
 }
 
 
-def test_a_deepseek_module_is_an_eagle_drafter(tmp_path: Path) -> None:
+def test_deepseek_module_is_exported_as_an_eagle_drafter(tmp_path: Path) -> None:
     tensors = {f"model.layers.2.{name}": array for name, array in TRAILING.items()}
     source = write_checkpoint(tmp_path / "model", DEEPSEEK, {"model.norm.weight": tensor("BF16", H), **tensors})
     run(ExportOptions(model=str(source), to="vllm-eagle", out=tmp_path / "out"))
@@ -77,7 +77,7 @@ def test_a_deepseek_module_is_an_eagle_drafter(tmp_path: Path) -> None:
     assert [(each.kind, each.method) for each in kinds] == [("eagle", "eagle")] * 2
 
 
-def test_a_qwen_module_in_the_speculators_container(tmp_path: Path) -> None:
+def test_qwen_module_is_exported_to_speculators(tmp_path: Path) -> None:
     config = {"model_type": "qwen3_5_moe", "architectures": ["Qwen3_5Moe"], "text_config": QWEN_TEXT}
     trunk = {"model.language_model.embed_tokens.weight": tensor("BF16", V, H), "lm_head.weight": tensor("BF16", V, H)}
     source = write_checkpoint(tmp_path / "model", config, {**trunk, **QWEN})
@@ -107,7 +107,7 @@ def test_a_qwen_module_in_the_speculators_container(tmp_path: Path) -> None:
 
 @pytest.fixture
 def trunk_gguf(tmp_path: Path) -> Path:
-    """A GGUF trunk of the tiny Llama's sizes; only what an exporter reads of it is real."""
+    """A GGUF trunk of the tiny Llama's sizes, with only the metadata and tensors that an exporter reads."""
     writer = GGUFWriter(tmp_path / "trunk.gguf", arch="llama")
     sizes = support.family_of("llama").parse(support.family_of("llama").tiny()[0])
     writer.add_block_count(sizes.num_layers)
@@ -138,9 +138,9 @@ def eagle3(tmp_path: Path) -> Path:
     return tmp_path / "eagle3"
 
 
-def test_an_eagle3_head_in_the_speculators_container(trunk_gguf: Path, eagle3: Path, tmp_path: Path) -> None:
+def test_eagle3_head_is_exported_to_speculators(trunk_gguf: Path, eagle3: Path, tmp_path: Path) -> None:
     report = run(ExportOptions(model=str(trunk_gguf), head=eagle3, to="speculators", out=tmp_path / "out"))
-    assert "give vLLM that model as safetensors" in report.data["notes"][0]  # it cannot start from the verifier's name
+    assert "give vLLM that model as safetensors" in report.data["notes"][0]  # vLLM cannot load a GGUF verifier
     assert report.data["use"].startswith("vllm serve MODEL --speculative-config")
     found, expected = read_raw(tmp_path / "out" / "model.safetensors"), read_raw(eagle3 / "model.safetensors")
     assert found == {name.replace("midlayer.", "layers.0."): each for name, each in expected.items()}
@@ -151,8 +151,8 @@ def test_an_eagle3_head_in_the_speculators_container(trunk_gguf: Path, eagle3: P
     assert (layer["hidden_size"], layer["model_type"]) == (48, "llama")
 
 
-def test_norms_of_eagle_3_1_go_along(trunk_gguf: Path, eagle3: Path, tmp_path: Path) -> None:
-    """Also from a file that nests them, and says neither taps nor the size of its draft vocabulary."""
+def test_eagle_3_1_norms_are_exported(trunk_gguf: Path, eagle3: Path, tmp_path: Path) -> None:
+    """Also from a nested config without taps and draft vocabulary size."""
     torch, files = pytest.importorskip("torch"), pytest.importorskip("safetensors.torch")
     path = eagle3 / "model.safetensors"
     files.save_file({**files.load_file(path), "input_norm.weight": torch.ones(3 * 48)}, path)
@@ -177,7 +177,7 @@ def test_norms_of_eagle_3_1_go_along(trunk_gguf: Path, eagle3: Path, tmp_path: P
     assert "enc.output_norm.weight" in {each.name for each in reader.tensors}
 
 
-def test_the_verifier_is_found_from_any_folder(eagle3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verifier_path_is_absolute(eagle3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = support.write_model(tmp_path / "model", *support.family_of("llama").tiny())
     monkeypatch.chdir(tmp_path)
     report = run(ExportOptions(model="model", head=eagle3, to="speculators", out=tmp_path / "an out"))
@@ -186,14 +186,14 @@ def test_the_verifier_is_found_from_any_folder(eagle3: Path, tmp_path: Path, mon
     assert report.data["use"] == f"vllm serve '{tmp_path / 'an out'}'"
 
 
-def test_the_command_quotes_the_name_of_the_trunks_file(trunk_gguf: Path, eagle3: Path, tmp_path: Path) -> None:
+def test_printed_command_quotes_the_trunk_file_name(trunk_gguf: Path, eagle3: Path, tmp_path: Path) -> None:
     trunk = trunk_gguf.rename(tmp_path / "my {7} b.gguf")
     report = run(ExportOptions(model=str(trunk), head=eagle3, to="gguf", out=tmp_path / "out"))
     words = shlex.split(report.data["use"])
     assert words[words.index("-md") + 1] == str(tmp_path / "out" / "eagle3-my {7} b.gguf")
 
 
-def test_an_eagle3_head_as_llama_cpp_wants_it(trunk_gguf: Path, eagle3: Path, tmp_path: Path) -> None:
+def test_eagle3_head_is_exported_to_gguf(trunk_gguf: Path, eagle3: Path, tmp_path: Path) -> None:
     run(ExportOptions(model=str(trunk_gguf), head=eagle3, to="gguf", out=tmp_path / "out"))
     reader = GGUFReader(tmp_path / "out" / "eagle3-trunk.gguf")
     values = {key: field.contents() for key, field in reader.fields.items()}
@@ -214,7 +214,7 @@ def test_an_eagle3_head_as_llama_cpp_wants_it(trunk_gguf: Path, eagle3: Path, tm
 
 
 def write_gguf(path: Path, architecture: str = "qwen35", heads: int = 1, last: str = "nextn.eh_proj") -> Path:
-    """Two blocks of a trunk and one of a head, in two types, and metadata of every kind."""
+    """A GGUF file with two trunk blocks and one MTP block, two tensor types, and metadata of every type."""
     writer = GGUFWriter(path, arch=architecture)
     writer.add_block_count(3)
     if heads:
@@ -230,7 +230,7 @@ def write_gguf(path: Path, architecture: str = "qwen35", heads: int = 1, last: s
     return gguf_files.written(writer, path)
 
 
-def test_an_mtp_head_cut_out_of_a_gguf_file(tmp_path: Path) -> None:
+def test_mtp_head_is_extracted_from_a_gguf_file(tmp_path: Path) -> None:
     source = write_gguf(tmp_path / "model.gguf")
     run(ExportOptions(model=str(source), to="gguf", out=tmp_path / "out"))
     before, after = GGUFReader(source), GGUFReader(tmp_path / "out" / "mtp-model.gguf")
@@ -269,7 +269,7 @@ def float32(array: Array, shift: float) -> bytes:
     return ((array[0].astype(np.uint32) << 16).view(np.float32) + np.float32(shift)).tobytes()
 
 
-def test_layers_by_their_interval() -> None:
+def test_layer_types_follow_full_attention_interval() -> None:
     from headstart.tools.export.gguf_model import _layer_types
 
     kinds = ["linear_attention", "linear_attention", "full_attention"]
@@ -280,7 +280,7 @@ def test_layers_by_their_interval() -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_qwen_module_as_llama_cpp_wants_it(fused: bool, tmp_path: Path) -> None:
+def test_qwen_module_is_exported_to_gguf(fused: bool, tmp_path: Path) -> None:
     names = LINK | {f"mtp.layers.0.{name}": (f"blk.1.{new}", shape) for name, (new, shape) in BLOCK.items()}
     tensors = {f"{name}.weight": tensor("BF16", *shape, seed=i) for i, (name, (_, shape)) in enumerate(names.items())}
     parts = {part: tensor("BF16", 3, *shape) for part, shape in (("gate", (F, H)), ("up", (F, H)), ("down", (H, F)))}
@@ -344,7 +344,7 @@ REFUSED: dict[str, tuple[str, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_where_it_cannot_be_it_says_why(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_exports_give_the_reason(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     to, said = REFUSED[case]
     kind = case.split()[0]
     more: list[str] = []
@@ -366,15 +366,15 @@ def test_where_it_cannot_be_it_says_why(case: str, tmp_path: Path, capsys: pytes
     assert said in " ".join(capsys.readouterr().err.split()) and not (tmp_path / "out").exists()
 
 
-def test_an_activation_that_gguf_files_cannot_say(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_activation_without_a_gguf_name_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = support.write_model(tmp_path / "model", *support.family_of("glm4_moe").tiny(hidden_act="gelu"))
     assert main(["export", str(source), "--to", "gguf", "-o", str(tmp_path / "out")]) == 2
     assert "hidden_act is 'gelu', which GGUF files cannot express" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize("layout", ["vllm-eagle3", "speculators"])
-def test_a_trained_eagle3_head_gets_the_trunks_lm_head(layout: str, tmp_path: Path) -> None:
-    """`train` leaves out the rows of its draft tokens; engines want them in the head's file."""
+def test_trained_eagle3_head_gets_the_lm_head_of_the_trunk(layout: str, tmp_path: Path) -> None:
+    """`train` leaves the LM head out of the file; other engines need its draft-token rows there."""
     folder = support.write_model(tmp_path / "model", *support.family_of("llama").tiny())
     model = load_model(str(folder), EngineConfig(backend="reference", threads=1))
     spec, ids = support.eagle3_spec(model), np.arange(1, model.config.vocab_size, 2)
@@ -393,8 +393,8 @@ def test_a_trained_eagle3_head_gets_the_trunks_lm_head(layout: str, tmp_path: Pa
     assert attach_head(model, out).lm_head is not None
 
 
-def test_layers_of_a_specforge_head_get_vllms_numbers(tmp_path: Path) -> None:
-    """Ids in `eagle_config` that begin with 1 count outputs; vLLM would read the input of that layer."""
+def test_specforge_layer_ids_are_converted_for_vllm(tmp_path: Path) -> None:
+    """SpecForge's ids in `eagle_config` count layer outputs from 1; vLLM reads the input of the layer."""
     folder = support.write_model(tmp_path / "model", *support.family_of("llama").tiny(num_hidden_layers=4))
     model = load_model(str(folder), EngineConfig(backend="reference", threads=1))
     spec = replace(support.eagle3_spec(model), tap=(2, 3))
@@ -408,4 +408,4 @@ def test_layers_of_a_specforge_head_get_vllms_numbers(tmp_path: Path) -> None:
     (published / "config.json").write_text(json.dumps(config))
     run(ExportOptions(model=str(folder), head=published, to="vllm-eagle3", out=tmp_path / "out"))
     found = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert found == config | {"eagle_aux_hidden_state_layer_ids": [2, 3]}  # at the top level, which vLLM reads first
+    assert found == config | {"eagle_aux_hidden_state_layer_ids": [2, 3]}  # vLLM reads the top level first

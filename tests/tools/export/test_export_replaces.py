@@ -1,4 +1,4 @@
-"""--force replaces what such a command has written, and nothing else whatever it is called."""
+"""--force replaces output of `export` and `graft`, and no other directory."""
 
 import os
 import shutil
@@ -99,7 +99,7 @@ AFTER: dict[str, Callable[[Path, Path], Path]] = {
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("target", [*BEFORE, *AFTER])
-def test_what_is_never_replaced(
+def test_force_never_replaces_foreign_directories(
     command: str, target: str, model: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path / "models")
@@ -112,12 +112,12 @@ def test_what_is_never_replaced(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_its_own_output_is_replaced(command: str, model: Path, tmp_path: Path) -> None:
+def test_force_replaces_own_output(command: str, model: Path, tmp_path: Path) -> None:
     out, line = tmp_path / "out", [*COMMANDS[command](model), "-o", str(tmp_path / "out")]
     assert main(line) == 0
     first = tree(out)
     assert main(line) == 2
-    (model / "tokenizer.json").rename(model / "merges.txt")  # the source has changed since
+    (model / "tokenizer.json").rename(model / "merges.txt")  # the source has changed
     assert main([*line, "--force"]) == 0
     assert tree(out).keys() == {"merges.txt" if name == "tokenizer.json" else name for name in first}
     shutil.rmtree(out)

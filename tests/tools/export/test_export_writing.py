@@ -1,4 +1,4 @@
-"""Exports and grafts that cannot be written to the end: a clear line, the right exit code, and nothing left behind."""
+"""Failed writes of `export` and `graft`: clear message, exit code, no files left."""
 
 import json
 import os
@@ -30,8 +30,8 @@ COMMANDS = {
 
 
 @contextmanager
-def largest_file(nbytes: int) -> Iterator[None]:
-    """No file may grow beyond this: what a full disk does to a writer."""
+def max_file_size(nbytes: int) -> Iterator[None]:
+    """Limits the size of files, to simulate a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
     try:
@@ -40,38 +40,38 @@ def largest_file(nbytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_no_space_in_the_middle(model: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_full_disk_leaves_no_files(model: Path, tmp_path: Path, capsys: Capture) -> None:
     out = tmp_path / "deep" / "out"
-    with largest_file(100_000):
+    with max_file_size(100_000):
         assert main(["export", str(model), "-o", str(out)]) == 2
     assert "no space to write" in capsys.readouterr().err and [path.name for path in tmp_path.iterdir()] == ["model"]
     with pytest.raises(Exception, match="MB are free"):
         check_disk_space(out, 1 << 60)
 
 
-def test_what_was_there_stays_when_the_new_one_fails(model: Path, tmp_path: Path) -> None:
+def test_failed_replacement_keeps_the_old_output(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert main(["export", str(model), "-o", str(out)]) == 0
     before = sorted((path.name, path.read_bytes()) for path in out.iterdir())
-    with largest_file(100_000):
+    with max_file_size(100_000):
         assert main(["export", str(model), "-o", str(out), "--force"]) == 2
     assert sorted((path.name, path.read_bytes()) for path in out.iterdir()) == before
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no file system that refuses directories")
-def test_a_target_that_cannot_be_written(command: str, model: Path, capsys: Capture) -> None:
+def test_unwritable_target_is_reported(command: str, model: Path, capsys: Capture) -> None:
     assert main([*COMMANDS[command](model), "-o", "/proc/headstart/out"]) == 2
     assert "cannot write /proc/headstart/out" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_interrupted(
+def test_interrupted_export_leaves_no_files(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, number: signal.Signals
 ) -> None:
     @contextmanager
     def interrupting(what: str, *, quiet: bool = False) -> Iterator[Callable[[int, int, str], None]]:
-        """Progress that presses Ctrl-C as soon as something is written."""
+        """A progress display that sends the signal when the first bytes are written."""
         yield lambda done, total, text: os.kill(os.getpid(), number)
 
     monkeypatch.setattr(cli_options, "progress", interrupting)
@@ -80,7 +80,7 @@ def test_interrupted(
         assert "interrupted" in capsys.readouterr().err and [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_only_a_directory_is_written_or_replaced(model: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_target_that_is_no_directory_is_refused(model: Path, tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "file").write_text("x")
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     for name, why in (("file", "is not a directory"), ("link", "is not a directory"), ("new.gguf", "names a file")):
@@ -88,7 +88,7 @@ def test_only_a_directory_is_written_or_replaced(model: Path, tmp_path: Path, ca
         assert why in capsys.readouterr().err
 
 
-def test_a_config_with_half_a_character_is_escaped(model: Path, tmp_path: Path) -> None:
+def test_lone_surrogates_of_a_config_are_escaped(model: Path, tmp_path: Path) -> None:
     (model / "config.json").write_text(json.dumps({**MIMO, "mine": "\ud800", "name": "für"}))
     for command, out in ((COMMANDS["export"], tmp_path / "a"), (COMMANDS["strip"], tmp_path / "b")):
         assert main([*command(model), "-o", str(out)]) == 0

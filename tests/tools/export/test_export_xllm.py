@@ -1,4 +1,4 @@
-"""`headstart export --to xllm`: names, bytes and config keys of each model type, against tables written by hand."""
+"""`headstart export --to xllm`: names, bytes and config keys of each model type, against handwritten tables."""
 
 import json
 import math
@@ -23,7 +23,7 @@ SHARD = "mtp_layer_parameters.safetensors"
 
 
 def of(prefix: str, *names: str, **shapes: tuple[int, ...]) -> dict[str, Array]:
-    """bfloat16 tensors, vectors of H unless a shape is given (dots are two underscores)."""
+    """bfloat16 tensors, vectors of H unless a shape is given. Two underscores in a keyword stand for a dot."""
     all_shapes = dict.fromkeys(names, (H,)) | {name.replace("__", "."): s for name, s in shapes.items()}
     return {
         f"{prefix}{name}.weight": tensor("BF16", *shape, seed=i) for i, (name, shape) in enumerate(all_shapes.items())
@@ -72,7 +72,7 @@ def kept(config: dict[str, Any], model_type: str, architecture: str, **changes: 
 
 
 def trailing(module: dict[str, Array]) -> dict[str, Array]:
-    """A trunk of one layer with a module behind it."""
+    """Tensors of a one-layer trunk followed by a module as layer 1."""
     return {**TRUNK, **under("model.layers.1.", module)}
 
 
@@ -141,7 +141,7 @@ def export(source: Path, out: Path, **options: Any) -> tuple[dict[str, Raw], dic
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_each_type_tensor_by_tensor(case: str, tmp_path: Path) -> None:
+def test_each_model_type_is_exported_tensor_by_tensor(case: str, tmp_path: Path) -> None:
     config, tensors, draft, expected = CASES[case]
     source = write_checkpoint(tmp_path / "model", {**config, "mine": "ü"}, tensors)
     found, written, _ = export(source, tmp_path / "out")
@@ -151,13 +151,13 @@ def test_each_type_tensor_by_tensor(case: str, tmp_path: Path) -> None:
     assert files == {SHARD, "config.json", "tokenizer.json", "model.safetensors.index.json"}
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert index == {"weight_map": dict.fromkeys(draft, SHARD)}
-    # Keys sorted, two blanks, letters as they are, no end of line.
+    # Keys are sorted, indented by two, without escapes and without a final newline.
     text = (tmp_path / "out" / "config.json").read_text()
     assert text == json.dumps(written, indent=2, ensure_ascii=False, sort_keys=True)
 
 
 @pytest.mark.parametrize(("case", "forced"), [("qwen3_5", "qwen3_5_moe"), ("qwen3_5_moe", "qwen3_5")])
-def test_a_forced_type_that_the_tensors_deny(case: str, forced: str, tmp_path: Path) -> None:
+def test_model_type_that_contradicts_the_tensors_is_refused(case: str, forced: str, tmp_path: Path) -> None:
     config, tensors, *_ = CASES[case]
     source = write_checkpoint(tmp_path / "model", config, tensors)
     with pytest.raises(ModelError, match=f"--model-type {forced}, but the tensors of .* are those of {case}"):
@@ -170,14 +170,14 @@ def to_bfloat16(values: np.ndarray) -> bytes:
 
 
 def blocks(codes: np.ndarray, scales: np.ndarray, size: tuple[int, int]) -> bytes:
-    """codes * scales by PyTorch's own FP8."""
+    """codes * scales in bfloat16, with PyTorch's FP8."""
     values = torch.from_numpy(codes).view(torch.float8_e4m3fn).float().numpy()
     rows, columns = codes.shape
     return to_bfloat16(values * scales.repeat(size[0], 0).repeat(size[1], 1)[:rows, :columns])
 
 
 def fp8_module(rows: int, columns: int, scale: str, *shape: int) -> tuple[dict[str, Array], np.ndarray, np.ndarray]:
-    """A module with one FP8 matrix, the scales in another shard and before it."""
+    """A module with one FP8 matrix whose scales are in an earlier shard; its codes and scales."""
     codes, scales = tensor("F8_E4M3", rows, columns), np.abs(tensor("F32", *shape)) + np.float32(0.1)
     module = {f"self_attn.q_a_proj.{scale}": scales, **TRAILING, "self_attn.q_a_proj.weight": codes}
     return trailing(module), codes[0], scales
@@ -193,7 +193,7 @@ def test_fp8_blocks_become_bfloat16(tmp_path: Path, columns: int) -> None:
     assert found == {n: raw(array) for n, array in TRAILING_DRAFT.items() if n != name} and notes == []
 
 
-WRONG_THERE = {
+DIFFERENT_FROM_XLLM = {
     "blocks of a type it does not know": ("glm4_moe", "weight_scale_inv", (2, 2), (128, 128), {}),
     "channels": ("glm4_moe", "weight_scale", (130, 1), (1, 200), {}),
     "channels, where blocks are declared": (
@@ -203,9 +203,9 @@ WRONG_THERE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", WRONG_THERE)
-def test_what_the_other_tool_copies_without_its_scales(tmp_path: Path, case: str) -> None:
-    model_type, ending, shape, size, quantization = WRONG_THERE[case]
+@pytest.mark.parametrize("case", DIFFERENT_FROM_XLLM)
+def test_fp8_that_xllms_tool_copies_without_scales_is_dequantized(tmp_path: Path, case: str) -> None:
+    model_type, ending, shape, size, quantization = DIFFERENT_FROM_XLLM[case]
     module, codes, scales = fp8_module(130, 200, ending, *shape)
     config = {**DEEPSEEK, "model_type": model_type, "architectures": None, "quantization_config": quantization}
     write_checkpoint(tmp_path / "model", config, module)
@@ -216,7 +216,7 @@ def test_what_the_other_tool_copies_without_its_scales(tmp_path: Path, case: str
     assert bool(notes) == (model_type == "glm4_moe" or ending == "weight_scale")
 
 
-def test_fp4_experts_with_power_of_two_scales(tmp_path: Path) -> None:
+def test_fp4_experts_with_power_of_two_scales_become_bfloat16(tmp_path: Path) -> None:
     config, tensors, *_ = CASES["deepseek_v4"]
     packed, scale = tensor("I8", 3, 32), tensor("F8_E8M0", 3, 2)
     expert = {"mtp.0.ffn.experts.0.w1.weight": packed, "mtp.0.ffn.experts.0.w1.scale": scale}
@@ -228,7 +228,7 @@ def test_fp4_experts_with_power_of_two_scales(tmp_path: Path) -> None:
     assert found["model.layers.0.ffn.experts.0.w1.weight"] == ("BF16", (3, 64), expected)
 
 
-def test_ascend_descriptions_keep_their_scales(tmp_path: Path) -> None:
+def test_ascend_quantized_tensors_keep_their_scales(tmp_path: Path) -> None:
     module = {**TRAILING, "self_attn.q_a_proj.weight": tensor("I8", 4, H)}
     module["self_attn.q_a_proj.weight_scale"] = tensor("F32", 4, 1)
     source = write_checkpoint(tmp_path / "model", DEEPSEEK, trailing(module))
@@ -241,7 +241,7 @@ def test_ascend_descriptions_keep_their_scales(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "quant_model_description.json").read_text()) == {prefix: "W8A8"}
 
 
-def test_a_head_in_a_file_of_its_own_beside_the_index(tmp_path: Path) -> None:
+def test_head_in_a_file_outside_the_index_is_exported(tmp_path: Path) -> None:
     config, tensors, draft, _ = CASES["mimo"]
     source = write_checkpoint(tmp_path / "model", config, TRUNK)
     write_checkpoint(tmp_path / "head", config, {n: a for n, a in tensors.items() if n not in TRUNK}, shards=1)
@@ -250,7 +250,7 @@ def test_a_head_in_a_file_of_its_own_beside_the_index(tmp_path: Path) -> None:
     assert found.keys() == draft.keys()
 
 
-def test_model_type_is_taken_as_given(tmp_path: Path) -> None:
+def test_model_type_option_overrides_the_config(tmp_path: Path) -> None:
     _, tensors, draft, _ = CASES["deepseek_v3"]
     write_checkpoint(tmp_path / "model", {**DEEPSEEK, "model_type": "mine", "architectures": []}, tensors)
     with pytest.raises(ModelError, match="'mine'"):
@@ -317,7 +317,7 @@ BROKEN = {**BROKEN_MODULES, **BROKEN_CONFIGS, **BROKEN_FILES}
 
 
 @pytest.mark.parametrize("change", BROKEN)
-def test_bad_input_is_said_before_anything_is_written(change: str, tmp_path: Path, capsys: Capture) -> None:
+def test_bad_input_is_refused_before_files_are_written(change: str, tmp_path: Path, capsys: Capture) -> None:
     module, _ = BROKEN_MODULES.get(change, (TRAILING, ""))
     config, _ = BROKEN_CONFIGS.get(change, ({}, ""))
     source = write_checkpoint(tmp_path / "model", {**DEEPSEEK, **config}, trailing(module))
@@ -347,7 +347,7 @@ def test_memory_stays_below_two_of_the_largest_tensors(tmp_path: Path) -> None:
     assert peak < rows * columns * 2 * 2
 
 
-def test_a_module_that_is_promised_must_be_there(tmp_path: Path) -> None:
+def test_declared_module_must_exist(tmp_path: Path) -> None:
     shared = {**of("model.language_model.", embed_tokens=(V, H)), **of("", lm_head=(V, H))}
     config = {**QWEN, "text_config": {**QWEN_TEXT, "mtp_num_hidden_layers": 2}}
     write_checkpoint(tmp_path / "model", config, {**shared, **under("mtp.", {**FC, **DENSE})})
