@@ -57,8 +57,10 @@ class _Run:
     @property
     def is_contended(self) -> bool:
         """True if other processes used CPUs that the engine's threads need."""
-        num_cpus = machine.threads().affinity
-        idle = num_cpus - min(self.engine.config.threads or machine.threads().usable, num_cpus)
+        if self.engine.runner.backend.runs_on != "cpu":
+            return False
+        threads = machine.threads()
+        idle = max(threads.affinity - (self.engine.config.threads or threads.usable), 0)
         return self.others.cores > idle + FOREIGN_CORES
 
     @property
