@@ -48,7 +48,9 @@ from headstart.train.torch_weights import build_modules, round_weights
 from headstart.train.trainer import Recipe, Trainer, TrainingHooks, rate_factor, save_checkpoint, train
 
 RESTART_HINT = "train with --restart, or another --out"
-PATIENCE = 10  # a run ends early after this many evaluations without improvement
+PATIENCE, PATIENT_SHARE = 10, 0.5
+"""A run ends early after PATIENCE evaluations without improvement, counted from PATIENT_SHARE of its schedule on: at
+the high learning rates before, fine-tuned heads are worse than at their start."""
 LABEL_SHARE = 0.45  # share of a run bounded by minutes that computing hidden states may take
 STEPS, MIN_BATCH_TOKENS = 1500, 512
 TOKENS_PER_SECOND: Mapping[Device, int] = {"cpu": 1_000, "cuda": 100_000}
@@ -214,8 +216,8 @@ class _TrainingRun:
             raise ModelError(what, RESTART_HINT) from error
 
     def _on_evaluation(self, trainer: Trainer, results: dict[str, Acceptance]) -> bool:
-        """Log the results, and export a head that is better than before. Returns whether to stop, after PATIENCE
-        evaluations without improvement."""
+        """Log the results, and export a head that is better than before. Returns whether to stop
+        (PATIENCE)."""
         self.results, p = results, trainer.progress
         p.accepted = results["all"].cumulative
         row = {
@@ -229,7 +231,7 @@ class _TrainingRun:
         length = results["all"].length
         print_line(f"step {p.step}, {p.tokens:,} tokens: held-out acceptance {hits}, length {length:.3f}")
         if length < self.best:  # the head at `out` is better
-            self.since_best += 1
+            self.since_best += trainer.share_done > PATIENT_SHARE
             return self.since_best >= PATIENCE
         self.best, self.since_best = length, 0
         config = self.frozen_model.config

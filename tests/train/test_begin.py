@@ -1,6 +1,8 @@
 """Training that goes on from a head: what it has of its own stays, and it reads what it has always read."""
 
+import itertools
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,12 @@ from headstart.config import EngineConfig
 from headstart.engine.load import load_model
 from headstart.heads.files import read_head, write_head
 from headstart.layers.build import raw_lm_head
+from headstart.train import run as run_module
+from headstart.train.evaluate import Acceptance
 from headstart.train.frozen_model import make_frozen_model
 from headstart.train.head_weights import initial_head
 from headstart.train.run import TrainOptions, run
+from headstart.train.trainer import Trainer, TrainingHooks
 
 WORDS = ["the", "other", "thin", "thing", "in", "tower", "then", "hears", "an", "aunt", "or", "ant", "out", "there"]
 
@@ -88,3 +93,18 @@ def test_a_head_reads_the_streams_that_it_taps(common: dict[str, Any], tmp_path:
     model = load_model(common["model"], EngineConfig(backend="reference", dtype="float32", threads=1))
     frozen_model = make_frozen_model(model, EngineConfig(backend="reference", dtype="float32", threads=1), "eagle3")
     assert initial_head(frozen_model, read_head(unnamed)).spec.tap == (2, 3, 4), "the paper's"
+
+
+@pytest.mark.slow
+def test_no_run_ends_early_in_the_first_half_of_its_schedule(
+    common: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every evaluation has a lower acceptance length than the one before."""
+    tried = itertools.count(100)
+    monkeypatch.setattr(Trainer, "evaluate", lambda *_: {"all": Acceptance((100,), next(tried), (100.0,))})
+    monkeypatch.setattr(run_module, "PATIENCE", 2)
+    monkeypatch.setattr(run_module, "TrainingHooks", partial(TrainingHooks, evaluation_seconds=0.0))
+    run(TrainOptions(out=tmp_path / "out", tokens=6_000, finetune=True, **common))
+    log = (tmp_path / "out.training" / "log.jsonl").read_text().splitlines()
+    tokens = [json.loads(line)["tokens"] for line in log]
+    assert tokens[-3] > 3_000 >= tokens[-4] and tokens[-1] < 6_000
