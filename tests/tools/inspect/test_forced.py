@@ -1,4 +1,4 @@
-"""`inspect --deep` of models that do not fit into memory: one layer at a time, to the same answers as the engine."""
+"""`inspect --deep` of models larger than memory: layers are streamed, tokens and drafts equal the engine's."""
 
 import shutil
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ GGUF, FP8, CHAINED = "in GGUF", "in FP8", "with a chain"
 QUANTIZED = f"qwen3_moe {GGUF}"
 KEYS: dict[str, dict[str, Any]] = {
     QUANTIZED: {"hidden_size": 64, "moe_intermediate_size": 32, "mlp_only_layers": []},
-    "deepseek_v41": {"dspark_block_size": None},  # DSpark's layers read windows of blocks
+    "deepseek_v41": {"dspark_block_size": None},  # DSpark's layers attend to windows of blocks
 }
 slow = pytest.mark.slow
 FAMILIES = [
@@ -46,8 +46,8 @@ FAMILIES = [
 ]  # fmt: skip
 
 
-def written(name: str, softness: float = 0.02) -> Path:
-    """A tiny model's file or folder, softened so that a head can guess its tokens."""
+def write_softened(name: str, softness: float = 0.02) -> Path:
+    """The file or folder of a tiny model, softened so that a head can predict its tokens."""
     family, _, form = name.partition(" ")
     config, arrays = support.family_of(family).tiny(**KEYS.get(name, {}))
     arrays = support.soften(arrays, softness)
@@ -71,16 +71,16 @@ def written(name: str, softness: float = 0.02) -> Path:
     return folder
 
 
-def loaded(path: Path, *, streamed: bool, chained: bool = False) -> Model:
+def load_with_head(path: Path, *, streamed: bool, chained: bool = False) -> Model:
     model = load_model(str(path), CONFIG, streamed=streamed)
     spec = HeadSpec(tap="pre_norm", chained=chained, num_modules=DEPTH if chained else 1)
     return replace(model, head=support.make_head(model, spec, agreeing=True))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_streamed_drafts_are_the_engines(name: str) -> None:
-    """Over the texts that the engine writes, every token and every draft is the engine's."""
-    path = written(name)
+def test_streamed_tokens_and_drafts_equal_the_engines(name: str) -> None:
+    """Teacher forcing over the engine's texts gives the engine's tokens and drafts."""
+    path = write_softened(name)
     seen: dict[str, dict[int, list[int]]] = {}
 
     def after_step(engine: Engine) -> None:
@@ -90,15 +90,17 @@ def test_streamed_drafts_are_the_engines(name: str) -> None:
                 drafts[len(sequence.tokens)] = list(sequence.draft.tokens)
 
     chained = name.endswith(CHAINED)
-    whole = loaded(path, streamed=False, chained=chained)
+    whole = load_with_head(path, streamed=False, chained=chained)
     engine = support.make(whole, backend="native", dtype="float32", depth=DEPTH, block_size=16)
-    asked = [support.request(support.prompt_of(9 + 5 * i, i), name=f"r{i}", max_tokens=30, stops=()) for i in range(3)]
-    outputs = support.run(engine, asked, after_step)
-    texts = [[*each.prompt_ids, *outputs[each.request_id, 0].tokens] for each in asked]
+    requests = [
+        support.request(support.prompt_of(9 + 5 * i, i), name=f"r{i}", max_tokens=30, stops=()) for i in range(3)
+    ]
+    outputs = support.run(engine, requests, after_step)
+    texts = [[*each.prompt_ids, *outputs[each.request_id, 0].tokens] for each in requests]
 
-    model = loaded(path, streamed=True, chained=chained)
+    model = load_with_head(path, streamed=True, chained=chained)
     trunk = run_trunk(model, texts, no_progress)
-    for begin, each, text in zip(trunk.plan.row_starts, asked, texts, strict=False):
+    for begin, each, text in zip(trunk.plan.row_starts, requests, texts, strict=False):
         prompt = len(each.prompt_ids)
         assert trunk.best[begin + prompt - 1 : begin + len(text) - 1].tolist() == text[prompt:]
     forced = TeacherForcedHead(trunk)
@@ -106,7 +108,7 @@ def test_streamed_drafts_are_the_engines(name: str) -> None:
         dict(zip(pairs.tolist(), tokens.tolist(), strict=True)) for pairs, tokens in forced.drafts(model.head, DEPTH)
     ]
     first, compared = 0, [0] * DEPTH
-    for each, text in zip(asked, texts, strict=True):
+    for each, text in zip(requests, texts, strict=True):
         for length, tokens in seen[each.request_id].items():
             for step, token in enumerate(tokens):
                 pair = first + length - 2
@@ -120,37 +122,41 @@ def test_streamed_drafts_are_the_engines(name: str) -> None:
 
 @pytest.fixture
 def too_large(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """No model fits into memory."""
+    """Makes every model appear too large for memory."""
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("headstart.engine.load.memory_needed", lambda checkpoint: 1 << 60)
     yield
 
 
-def test_an_interrupted_run_goes_on(too_large: None, tmp_path: Path) -> None:
-    """What is finished stays after an error or Ctrl-C, and is read by the next run only; success removes it."""
-    path = written("deepseek_v3")
-    told: list[str] = []
+def test_interrupted_run_resumes_from_finished_layers(too_large: None, tmp_path: Path) -> None:
+    """Finished layers are kept after Ctrl-C and read by the next run. A successful run removes them."""
+    path = write_softened("deepseek_v3")
+    messages: list[str] = []
 
     def stop(done: int, total: int, what: str) -> None:
-        told.append(what)
+        messages.append(what)
         if what.startswith("reading layer 3"):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         inspect.run(inspect.InspectOptions(model=str(path), deep=True), stop)
-    assert told[1].startswith("reading layer 2 of 3") and "about" in told[1] and "about" not in told[0], told
+    assert messages[1].startswith("reading layer 2 of 3") and "about" in messages[1] and "about" not in messages[0], (
+        messages
+    )
     folder = hub.cache_dir() / "inspect"
     assert len(list(folder.iterdir())) == 1
-    again: list[str] = []
-    report = inspect.run(inspect.InspectOptions(model=str(path), deep=True), lambda *now: again.append(now[2]))
-    assert report.data["deep"]["ran"] and again[0].startswith("reading layer 3 of 3"), again
+    resumed: list[str] = []
+    report = inspect.run(inspect.InspectOptions(model=str(path), deep=True), lambda *now: resumed.append(now[2]))
+    assert report.data["deep"]["ran"] and resumed[0].startswith("reading layer 3 of 3"), resumed
     assert not list(folder.iterdir())
     fresh = inspect.run(inspect.InspectOptions(model=str(path), deep=True))
     assert fresh.data["deep"] == report.data["deep"]
 
 
-def test_a_damaged_file_is_one_line_and_finished_layers_stay(too_large: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = written("deepseek_v3")
+def test_damaged_file_is_reported_and_finished_layers_are_kept(
+    too_large: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_softened("deepseek_v3")
     file = path / "model.safetensors"
     content = file.read_bytes()
 
@@ -163,15 +169,15 @@ def test_a_damaged_file_is_one_line_and_finished_layers_stay(too_large: None, mo
     assert report.lines[-1].startswith("acceptance not measured: ") and "\n" not in report.lines[-1]
     assert len(list((hub.cache_dir() / "inspect").iterdir())) == 1
     shutil.rmtree(path)
-    report_path = written("deepseek_v3")
+    report_path = write_softened("deepseek_v3")
     arrays = support.family_of("deepseek_v3").tiny()[1]
     save(report_path / "model.safetensors", {n: a for n, a in arrays.items() if "layers.2.self_attn" not in n})
     missing = inspect.run(inspect.InspectOptions(model=str(report_path), deep=True))
     assert "has no tensor layers.2.self_attn" in missing.data["deep"]["why"]
 
 
-def test_saved_states_of_another_file_are_not_used(too_large: None) -> None:
-    model = load_model(str(written("llama")), CONFIG, streamed=True)
+def test_saved_states_of_other_texts_or_damaged_files_are_ignored(too_large: None) -> None:
+    model = load_model(str(write_softened("llama")), CONFIG, streamed=True)
     texts = builtin_texts(model)
     saved = SavedStates.of(model, texts)
     saved.write(2, {"embedded": np.ones((1, 2), np.float32)})
@@ -180,8 +186,9 @@ def test_saved_states_of_another_file_are_not_used(too_large: None) -> None:
     assert saved.read() == (0, {})
 
 
-def agreeing(tap: str = "post_norm", **changes: Any) -> Path:
-    """A model whose native head is often right, or would be with its weights read in another way."""
+def model_with_fault(tap: str = "post_norm", **changes: Any) -> Path:
+    """A model whose native head is often right. `changes`: swapped halves of eh_proj, norms stored as w - 1, or a dead
+    eh_proj."""
     config, arrays = support.family_of("deepseek_v3").tiny(hidden_size=64)
     arrays = support.soften(arrays, 0.02)
     layer, hidden = f"model.layers.{config['num_hidden_layers']}", config["hidden_size"]
@@ -205,12 +212,12 @@ def agreeing(tap: str = "post_norm", **changes: Any) -> Path:
         ("norms", "mismatch", "norms that multiply by 1 + w"), ("dead", "dead", ""),
     ],
 )  # fmt: skip
-def test_faults_of_a_head_are_named(
+def test_deep_names_the_fault_of_a_head(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault: str, verdict: str, named: str, streamed: bool
 ) -> None:
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path))
     monkeypatch.setattr("headstart.engine.load.memory_needed", lambda checkpoint: streamed << 60)
-    report = inspect.run(inspect.InspectOptions(model=str(agreeing(**{fault: True})), deep=True))
+    report = inspect.run(inspect.InspectOptions(model=str(model_with_fault(**{fault: True})), deep=True))
     heads, deep = report.data["heads"], report.data["deep"]
     assert heads["verdict"] == verdict and report.ok == (verdict == "alive"), (heads, deep)
     assert (deep["better"] or {}).get("what", "") == named
@@ -218,8 +225,8 @@ def test_faults_of_a_head_are_named(
         assert named in heads["reason"] and heads["fix"], heads
 
 
-def test_what_cannot_be_streamed_says_so(too_large: None) -> None:
-    path = written("llama")
+def test_missing_head_or_tensor_is_named_when_streaming(too_large: None) -> None:
+    path = write_softened("llama")
     assert "has no head" in inspect.run(inspect.InspectOptions(model=str(path), deep=True)).data["deep"]["why"]
     model = load_model(str(path), CONFIG, streamed=True)
     with pytest.raises(ModelError, match="no tensor"):

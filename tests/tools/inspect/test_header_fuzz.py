@@ -1,4 +1,4 @@
-"""Hostile files: no header and no config does worse than a clear error, in little memory."""
+"""Malformed headers and configs end in a clear error and use little memory."""
 
 import json
 import os
@@ -23,7 +23,7 @@ from headstart.tools.inspect import run as inspect
 from headstart.tools.inspect.run import InspectOptions
 
 FUZZ = settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
-LITTLE = 20_000_000
+MAX_BYTES = 20_000_000
 
 numbers = st.one_of(st.integers(-3, 9), st.sampled_from([2**31, 2**62, 2**63, 2**64, 10**30]), st.floats())
 values = st.recursive(
@@ -49,7 +49,7 @@ def raw(path: Path, header: bytes, data: int = 40, claims: int | None = None) ->
 @example({"a": {"dtype": "F4", "shape": [3], "data_offsets": [0, 1]}})
 @example({"a": {"dtype": "F32", "shape": [0, 10**40], "data_offsets": [0, 0]}})
 @example({"a": {"dtype": "F32", "shape": [True], "data_offsets": [0, 4]}})
-def test_safetensors_headers(tmp_path: Path, header: dict[str, Any]) -> None:
+def test_random_safetensors_headers_are_read_or_refused(tmp_path: Path, header: dict[str, Any]) -> None:
     path = raw(tmp_path / "x.safetensors", json.dumps(header).encode())
     with suppress(ModelError):
         for name, entry in read_file(path).items():
@@ -58,7 +58,7 @@ def test_safetensors_headers(tmp_path: Path, header: dict[str, Any]) -> None:
 
 @FUZZ
 @given(st.binary(max_size=120), st.none() | st.integers(0, 2**64 - 1))
-def test_safetensors_bytes(tmp_path: Path, header: bytes, claims: int | None) -> None:
+def test_random_safetensors_bytes_are_read_or_refused(tmp_path: Path, header: bytes, claims: int | None) -> None:
     with suppress(ModelError):
         read_file(raw(tmp_path / "x.safetensors", header, claims=claims))
 
@@ -69,7 +69,9 @@ def test_safetensors_bytes(tmp_path: Path, header: bytes, claims: int | None) ->
     st.sampled_from([2, 3]), st.integers(0, 3) | st.just(2**62), st.integers(0, 3) | st.just(2**62),
     st.lists(st.binary(max_size=9) | st.integers(0, 12).map(lambda kind: struct.pack("<I", kind)), max_size=12),
 )  # fmt: skip
-def test_gguf_bytes(tmp_path: Path, version: int, tensors: int, keys: int, rest: list[bytes]) -> None:
+def test_random_gguf_bytes_are_read_or_refused(
+    tmp_path: Path, version: int, tensors: int, keys: int, rest: list[bytes]
+) -> None:
     path = tmp_path / "x.gguf"
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", version, tensors, keys) + b"".join(rest))
     with suppress(ModelError):
@@ -94,7 +96,7 @@ LIKELY = [
 @given(
     st.dictionaries(st.sampled_from(KEYS), st.sampled_from(LIKELY) | values, max_size=6), st.sampled_from(sorted(ZOO))
 )
-def test_configs_of_all_sorts(tmp_path: Path, changes: dict[str, Any], key: str) -> None:
+def test_random_configs_are_inspected_or_refused(tmp_path: Path, changes: dict[str, Any], key: str) -> None:
     folder = tmp_path / key
     if not folder.exists():
         write(folder, {}, trunk(ZOO[key]) | heads(ZOO[key]))
@@ -116,7 +118,7 @@ SUFFIXES = (
         st.sampled_from(SUFFIXES),
         st.tuples(st.sampled_from(sorted(BITS)), st.lists(st.integers(0, 40), max_size=3).map(tuple)), max_size=4),
 )  # fmt: skip
-def test_packed_weights_of_any_shape(tmp_path: Path, stored: dict[str, Any]) -> None:
+def test_packed_weights_of_random_shapes_are_inspected_or_refused(tmp_path: Path, stored: dict[str, Any]) -> None:
     write_file(tmp_path / "model.safetensors", {f"model.layers.0.mlp.{word}": value for word, value in stored.items()})
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "x", "quantization_config": {"bits": 3}}))
     with suppress(ModelError):
@@ -128,7 +130,7 @@ def gguf_header(*parts: tuple[str, Any]) -> bytes:
 
 
 KEY = (("<Q", 1), ("<c", b"k"))
-LIES: dict[str, tuple[str, bytes, int]] = {
+FALSE_SIZES: dict[str, tuple[str, bytes, int]] = {
     "a header of 2 GB": ("x.safetensors", (2 * 10**9).to_bytes(8, "little"), 3 * 10**9),
     "a header beyond the file": ("x.safetensors", (2**63).to_bytes(8, "little"), 1000),
     "many GGUF tensors": ("x.gguf", gguf_header(("<I", 3), ("<Q", 2**61), ("<Q", 0)), 10**9),
@@ -144,9 +146,9 @@ LIES: dict[str, tuple[str, bytes, int]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_lies_about_sizes_cost_no_memory(tmp_path: Path, lie: str) -> None:
-    name, head, size = LIES[lie]
+@pytest.mark.parametrize("lie", FALSE_SIZES)
+def test_false_sizes_are_refused_without_allocating(tmp_path: Path, lie: str) -> None:
+    name, head, size = FALSE_SIZES[lie]
     path = tmp_path / name
     path.write_bytes(head)
     os.truncate(path, size)
@@ -155,28 +157,31 @@ def test_lies_about_sizes_cost_no_memory(tmp_path: Path, lie: str) -> None:
     try:
         with pytest.raises(ModelError, match=name):
             reader(path)
-        assert tracemalloc.get_traced_memory()[1] < LITTLE
+        assert tracemalloc.get_traced_memory()[1] < MAX_BYTES
     finally:
         tracemalloc.stop()
 
 
-def spoil_overlap(folder: Path) -> None:
+def make_shards_overlap(folder: Path) -> None:
     row = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
     raw(folder / "model-1.safetensors", json.dumps({"a": row, "b": {**row, "data_offsets": [4, 12]}}).encode())
 
 
-def spoil_index(folder: Path) -> None:
+def add_absent_tensor_to_index(folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     document = json.loads(index.read_text())
     document["weight_map"]["model.phantom.weight"] = "model-0.safetensors"
     index.write_text(json.dumps(document))
 
 
-SPOILT: dict[str, tuple[Callable[[Path], Any], str]] = {
+DAMAGED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "cut off": (lambda folder: os.truncate(folder / "model-0.safetensors", 9000), "9000 bytes, but its tensors need"),
-    "overlapping": (spoil_overlap, "overlap"),
+    "overlapping": (make_shards_overlap, "overlap"),
     "a missing shard": (lambda folder: (folder / "model-1.safetensors").unlink(), "names the shard model-1"),
-    "an index of absent tensors": (spoil_index, "model.phantom.weight is in model-0.safetensors, but it is not"),
+    "an index of absent tensors": (
+        add_absent_tensor_to_index,
+        "model.phantom.weight is in model-0.safetensors, but it is not",
+    ),
     "a path in the index": (
         lambda folder: (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b"}}'),
         "not a plain file name",
@@ -191,11 +196,13 @@ SPOILT: dict[str, tuple[Callable[[Path], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", SPOILT)
-def test_bad_directories_end_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str) -> None:
+@pytest.mark.parametrize("what", DAMAGED)
+def test_damaged_directories_end_in_one_error_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str
+) -> None:
     folder = write(tmp_path / "m", config_of(ZOO["mimo"]), trunk(ZOO["mimo"]), shards=2)
-    spoil, message = SPOILT[what]
-    spoil(folder)
+    damage, message = DAMAGED[what]
+    damage(folder)
     assert main(["inspect", str(folder)]) == 2
     captured = capsys.readouterr()
     lines = captured.err.splitlines()
@@ -203,7 +210,7 @@ def test_bad_directories_end_in_one_line(tmp_path: Path, capsys: pytest.CaptureF
     assert len(lines) == 2 and lines[1].startswith("hint: ")
 
 
-def test_what_is_no_checkpoint(tmp_path: Path) -> None:
+def test_files_other_than_checkpoints_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").write_bytes(b"x")
     with pytest.raises(ModelError, match="a pickle, opened for heads only"):

@@ -1,4 +1,4 @@
-"""`headstart inspect`: promises, packed weights, remarks, targets, GGUF files, the command, and what is measured."""
+"""`headstart inspect`: declared MTP modules, packed weights, findings, targets, GGUF files, the command, --deep."""
 
 import json
 from pathlib import Path
@@ -30,15 +30,15 @@ from headstart.tools.inspect.run import InspectOptions
 QWEN = ZOO["qwen3_5"]
 
 
-def look(folder: Path, config: dict[str, Any], tensors: Tensors, **more: Any) -> dict[str, Any]:
+def inspect_data(folder: Path, config: dict[str, Any], tensors: Tensors, **more: Any) -> dict[str, Any]:
     return inspect.run(InspectOptions(model=str(write(folder, config, tensors)), **more)).data
 
 
-def remarks(data: dict[str, Any], topic: str) -> list[str]:
+def findings_about(data: dict[str, Any], topic: str) -> list[str]:
     return [f"{each['level']}: {each['text']}" for each in data["findings"] if each["topic"] == topic]
 
 
-# the config's word
+# Declared modules
 
 
 @pytest.mark.parametrize(("config", "expected"), [
@@ -54,33 +54,35 @@ def remarks(data: dict[str, Any], topic: str) -> list[str]:
     ({"num_nextn_predict_layers": None, "num_mtp_layers": "2"}, (0, "num_mtp_layers")),
     ({"num_nextn_predict_layers": True}, (0, "num_nextn_predict_layers")),
 ])  # fmt: skip
-def test_all_spellings_of_the_promise(config: dict[str, Any], expected: tuple[int, str | None]) -> None:
+def test_declared_modules_are_read_from_every_count_key(
+    config: dict[str, Any], expected: tuple[int, str | None]
+) -> None:
     assert declared(config) == expected
 
 
-def test_a_key_that_counts_one_too_many(tmp_path: Path) -> None:
-    animal = ZOO["hy_v4"]
-    tensors = trunk(animal) | heads(animal)
+def test_count_key_of_hy_v4_includes_one_more(tmp_path: Path) -> None:
+    entry = ZOO["hy_v4"]
+    tensors = trunk(entry) | heads(entry)
     for count, verdict in ((1, "alive"), (2, "alive"), (3, "partial")):
-        assert look(tmp_path, config_of(animal, count), tensors)["heads"]["verdict"] == verdict
+        assert inspect_data(tmp_path, config_of(entry, count), tensors)["heads"]["verdict"] == verdict
 
 
 @pytest.mark.slow
-def test_absurd_promises_and_sizes(tmp_path: Path) -> None:
+def test_absurd_module_counts_and_sizes_are_handled(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="1000000000"):
         declared({"num_nextn_predict_layers": 10**9})
-    animal = ZOO["deepseek_v3"]
-    config = config_of(animal) | {"n_routed_experts": 2**39, "num_attention_heads": 2**39}
-    assert look(tmp_path, config, trunk(animal) | heads(animal))["heads"]["verdict"] == "partial"
+    entry = ZOO["deepseek_v3"]
+    config = config_of(entry) | {"n_routed_experts": 2**39, "num_attention_heads": 2**39}
+    assert inspect_data(tmp_path, config, trunk(entry) | heads(entry))["heads"]["verdict"] == "partial"
 
 
 @pytest.mark.parametrize("value", ["many", 2.5, [1, "x"]])
-def test_sizes_that_are_no_numbers(tmp_path: Path, value: Any) -> None:
+def test_sizes_that_are_no_integers_are_refused(tmp_path: Path, value: Any) -> None:
     with pytest.raises(ModelError, match=r"num_hidden_layers is .* which is no size"):
-        look(tmp_path, {**SIZES, "model_type": "mimo", "num_hidden_layers": value}, trunk(QWEN))
+        inspect_data(tmp_path, {**SIZES, "model_type": "mimo", "num_hidden_layers": value}, trunk(QWEN))
 
 
-def test_families_by_type_and_by_architecture_of_a_gguf() -> None:
+def test_families_are_found_by_model_type_and_gguf_architecture() -> None:
     assert find_mtp_family({"model_type": "kimi_k2"}).key == "deepseek_v3"
     assert find_mtp_family({"model_type": "some_vl", "text_config": {"model_type": "qwen3_5_text"}}).key == "qwen3_5"
     assert find_mtp_family({"model_type": "qwen35"}, from_gguf=True).key == "qwen3_5"
@@ -88,7 +90,7 @@ def test_families_by_type_and_by_architecture_of_a_gguf() -> None:
     assert text_config({"num_hidden_layers": 9, "text_config": {"num_hidden_layers": N}})["num_hidden_layers"] == N
 
 
-def test_sizes() -> None:
+def test_sizes_are_read_under_all_their_keys() -> None:
     config = {"n_embd": 8, "text_config": {"num_attention_heads": 2}, "eagle_config": {}, "target_layer_ids": [1, 2]}
     sizes = Sizes(config)
     assert (sizes["hidden"], sizes["kv_heads"], sizes["head_dim"], sizes["taps"]) == (8, 2, 4, 2)
@@ -109,16 +111,16 @@ PARTS = {
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_parts(part: str) -> None:
+def test_tensors_are_assigned_to_parts(part: str) -> None:
     assert {part_of(f"{name}.weight", 4) for name in PARTS[part]} == {part}
 
 
-# packed weights
+# Packed weights
 
 X = "model.layers.0.mlp.up_proj"
 COMPRESSED = {"quant_method": "compressed-tensors"}
 PACKED: list[tuple[str, dict[str, Any], dict[str, tuple[str, tuple[int, ...]]]]] = [
-    # of a [256, 512] matrix: its kind, quantization_config, tensors
+    # (kind, quantization_config, tensors) of a [256, 512] matrix
     ("BF16", {}, {"weight": ("BF16", (256, 512))}),
     ("FP8 (128x128 blocks)", {"quant_method": "fp8"},
      {"weight": ("F8_E4M3", (256, 512)), "weight_scale_inv": ("F32", (2, 4))}),
@@ -147,7 +149,9 @@ PACKED: list[tuple[str, dict[str, Any], dict[str, tuple[str, tuple[int, ...]]]]]
 
 
 @pytest.mark.parametrize(("kind", "settings", "stored"), PACKED)
-def test_packed_weights_are_what_they_stand_for(kind: str, settings: dict[str, Any], stored: dict[str, Any]) -> None:
+def test_packed_weights_have_the_shape_and_kind_of_the_matrix(
+    kind: str, settings: dict[str, Any], stored: dict[str, Any]
+) -> None:
     tensors = {}
     for word, (dtype, size) in stored.items():
         nbytes = int(np.prod(size)) * BITS[dtype] // 8
@@ -160,17 +164,17 @@ def test_packed_weights_are_what_they_stand_for(kind: str, settings: dict[str, A
     assert weight.nbytes == sum(entry.nbytes for entry in tensors.values())
 
 
-def test_a_quantized_head_is_checked_by_what_it_stands_for(tmp_path: Path) -> None:
+def test_quantized_head_is_checked_by_its_unpacked_shapes(tmp_path: Path) -> None:
     tensors, name = trunk(QWEN) | heads(QWEN), "mtp.layers.0.mlp.up_proj"
     rows, columns = tensors.pop(f"{name}.weight")[1]
     tensors[f"{name}.weight_packed"] = ("I32", (rows, columns // 8))
     tensors[f"{name}.weight_scale"] = ("BF16", (rows, 1))
-    data = look(tmp_path, config_of(QWEN) | {"quantization_config": COMPRESSED}, tensors)
+    data = inspect_data(tmp_path, config_of(QWEN) | {"quantization_config": COMPRESSED}, tensors)
     assert data["heads"]["verdict"] == "alive" and "int4 (compressed-tensors)" in data["parts"]["mtp"]["types"]
-    assert "warning: the head is quantized (int4 (compressed-tensors))" in remarks(data, "quantization")[0]
+    assert "warning: the head is quantized (int4 (compressed-tensors))" in findings_about(data, "quantization")[0]
 
 
-# remarks
+# Findings
 
 
 @pytest.mark.parametrize(("settings", "warned"), [
@@ -181,30 +185,30 @@ def test_a_quantized_head_is_checked_by_what_it_stands_for(tmp_path: Path) -> No
     ({"quant_method": "gptq", "dynamic": {"-:.*mtp.*": {}}}, False),
     ({"quant_method": "gptq", "dynamic": {"+:.*mtp.*": {}}}, True),
     (COMPRESSED | {"ignore": ["re:("]}, True),
-    (COMPRESSED | {"ignore": ["re:([a-z.0-9_]+)+!"]}, False),  # would take for ever
+    (COMPRESSED | {"ignore": ["re:([a-z.0-9_]+)+!"]}, False),  # catastrophic backtracking in a plain regex engine
 ])  # fmt: skip
-def test_a_head_that_the_quantization_config_does_not_leave_out(
+def test_head_missing_from_the_quantization_ignore_list_is_warned_about(
     tmp_path: Path, settings: dict[str, Any], warned: bool
 ) -> None:
     tensors = trunk(QWEN) | heads(QWEN) | {f"{X}.weight": ("F8_E4M3", (40, H)), f"{X}.weight_scale": ("F32", (40, 1))}
-    data = look(tmp_path, config_of(QWEN) | {"quantization_config": settings}, tensors)
-    assert bool([text for text in remarks(data, "quantization") if "leave it out" in text]) is warned
+    data = inspect_data(tmp_path, config_of(QWEN) | {"quantization_config": settings}, tensors)
+    assert bool([text for text in findings_about(data, "quantization") if "leave it out" in text]) is warned
 
 
-def test_copies_of_the_trunk(tmp_path: Path) -> None:
-    animal, copy = ZOO["deepseek_v3"], "model.layers.4.embed_tokens.weight"
-    tensors = trunk(animal) | heads(animal) | {copy: ("BF16", (V, H))}
+def test_embedding_and_lm_head_of_a_head_are_classified(tmp_path: Path) -> None:
+    entry, copy = ZOO["deepseek_v3"], "model.layers.4.embed_tokens.weight"
+    tensors = trunk(entry) | heads(entry) | {copy: ("BF16", (V, H))}
     folder = tmp_path / "m"
-    data = look(folder, config_of(animal), tensors)
+    data = inspect_data(folder, config_of(entry), tensors)
     assert (data["heads"]["embedding"], data["heads"]["lm_head"]) == ("copy", "shared")
     file = folder / "model.safetensors"
     with file.open("r+b") as handle:  # the copy is the last tensor of the file
         handle.seek(file.stat().st_size - V * H * 2)
         handle.write(b"\1\2\3")
     data = inspect.run(InspectOptions(model=str(folder))).data
-    assert data["heads"]["embedding"] == "changed" and "differs from the trunk's" in remarks(data, "sharing")[0]
-    animal = ZOO["step3p5"]
-    assert look(tmp_path / "own", config_of(animal), trunk(animal) | heads(animal))["heads"]["lm_head"] == "own"
+    assert data["heads"]["embedding"] == "changed" and "differs from the trunk's" in findings_about(data, "sharing")[0]
+    entry = ZOO["step3p5"]
+    assert inspect_data(tmp_path / "own", config_of(entry), trunk(entry) | heads(entry))["heads"]["lm_head"] == "own"
 
 
 @pytest.mark.parametrize(("key", "changes", "topic", "text"), [
@@ -222,42 +226,42 @@ def test_copies_of_the_trunk(tmp_path: Path) -> None:
     ("dots3_note", {"mtp_layer_types": ["a", "b"]}, "config", "mtp_layer_types has 2 entries for 1"),
     ("deepseek_v3", {"num_nextn_predict_layers": 0, "num_mtp_layers": 1}, "config", "engines read num_nextn"),
 ])  # fmt: skip
-def test_remarks(tmp_path: Path, key: str, changes: dict[str, Any], topic: str, text: str) -> None:
-    animal, config = ZOO[key], config_of(ZOO[key])
+def test_findings_about_configs(tmp_path: Path, key: str, changes: dict[str, Any], topic: str, text: str) -> None:
+    entry, config = ZOO[key], config_of(ZOO[key])
     for name, value in changes.items():
         place = config[name.partition(".")[0]] if "." in name else config
         place[name.rpartition(".")[2]] = value
-    data = look(tmp_path, config, trunk(animal) | heads(animal))
-    assert any(text in each for each in remarks(data, topic)), data["findings"]
+    data = inspect_data(tmp_path, config, trunk(entry) | heads(entry))
+    assert any(text in each for each in findings_about(data, topic)), data["findings"]
 
 
-def test_tensors_that_no_index_and_no_table_names(tmp_path: Path) -> None:
+def test_tensors_outside_the_index_and_unknown_tensors_are_reported(tmp_path: Path) -> None:
     folder = write(tmp_path / "index", config_of(QWEN), trunk(QWEN), shards=2)
     write_file(folder / "mtp.safetensors", heads(QWEN))
     report = inspect.run(InspectOptions(model=str(folder)))
     assert report.data["heads"]["verdict"] == "alive"
-    assert "are in mtp.safetensors, but not in the index: vLLM" in remarks(report.data, "index")[0]
-    animal, more = ZOO["mimo"], {"model.mtp_layers.0.surprise.weight": ("BF16", (H,))}
-    data = look(tmp_path / "more", config_of(animal), trunk(animal) | heads(animal) | more)
+    assert "are in mtp.safetensors, but not in the index: vLLM" in findings_about(report.data, "index")[0]
+    entry, more = ZOO["mimo"], {"model.mtp_layers.0.surprise.weight": ("BF16", (H,))}
+    data = inspect_data(tmp_path / "more", config_of(entry), trunk(entry) | heads(entry) | more)
     assert (data["heads"]["verdict"], data["heads"]["extra"]) == ("alive", list(more))
     config = {**SIZES, "model_type": "brand_new", "num_nextn_predict_layers": 1}
-    data = look(tmp_path / "new", config, trunk(QWEN) | {"model.layers.4.eh_proj.weight": ("BF16", (H, 2 * H))})
+    data = inspect_data(tmp_path / "new", config, trunk(QWEN) | {"model.layers.4.eh_proj.weight": ("BF16", (H, 2 * H))})
     assert data["heads"]["verdict"] == "alive" and "were not checked" in data["heads"]["reason"]
 
 
-def test_native_heads_against_another_trunk(tmp_path: Path) -> None:
+def test_native_head_is_compared_with_a_target(tmp_path: Path) -> None:
     whole = trunk(QWEN) | heads(QWEN)
     same = write(tmp_path / "same", config_of(QWEN), trunk(QWEN))
     wider = config_of(QWEN)
     wider["text_config"]["intermediate_size"] = 48
     other = write(tmp_path / "other", wider, trunk(QWEN))
-    assert look(tmp_path / "m", config_of(QWEN), whole, target=str(same))["fit"]["fits"]
-    assert not look(tmp_path / "n", config_of(QWEN), trunk(QWEN), target=str(same))["fit"]["fits"]  # no head
-    fit = look(tmp_path / "m", config_of(QWEN), whole, target=str(other))["fit"]
+    assert inspect_data(tmp_path / "m", config_of(QWEN), whole, target=str(same))["fit"]["fits"]
+    assert not inspect_data(tmp_path / "n", config_of(QWEN), trunk(QWEN), target=str(same))["fit"]["fits"]  # no head
+    fit = inspect_data(tmp_path / "m", config_of(QWEN), whole, target=str(other))["fit"]
     assert not fit["fits"] and "mtp.layers.0.mlp.up_proj.weight" in [each["what"] for each in fit["checks"]]
 
 
-def test_head_of_its_own(tmp_path: Path) -> None:
+def test_attached_head_is_inspected_and_fitted(tmp_path: Path) -> None:
     ids = np.arange(5, dtype=np.int64)
     head = HeadCheckpoint(spec=HeadSpec(kind="medusa"), hidden_size=8, vocab_size=131, draft_token_ids=ids)
     arrays = {"medusa.0.weight": np.ones((8, 8), np.float32), "medusa.0.bias": np.ones(8, np.float32)}
@@ -266,7 +270,7 @@ def test_head_of_its_own(tmp_path: Path) -> None:
     report = inspect.run(InspectOptions(model=trunk_path, head=str(tmp_path / "head")))
     assert report.data["attached_head"]["draft_vocab_size"] == 5
     assert report.data["attached_head"]["parameters"] == 72 and "5 draft tokens" in "\n".join(report.lines)
-    assert not report.ok and report.data["attached_head"]["fit"]["fits"] is False  # made for a width of 8
+    assert not report.ok and report.data["attached_head"]["fit"]["fits"] is False  # the head has hidden size 8
     alone = inspect.run(InspectOptions(model=str(tmp_path / "head"), target=trunk_path))
     assert alone.data["drafter"]["kind"] == "medusa" and not alone.ok
     with pytest.raises(UsageError, match="is not a head directory"):
@@ -302,17 +306,17 @@ def write_gguf(path: Path, nextn: int, drop: str = "", blocks: int = 3, joined: 
     [(1, "", "alive"), (1, "blk.2.", "stripped"), (1, "blk.2.ffn_down", "partial"), (1, "hnorm", "partial"),
      (0, "blk.2.", "none")],
 )  # fmt: skip
-def test_gguf(tmp_path: Path, nextn: int, drop: str, verdict: str) -> None:
+def test_verdicts_of_gguf_files(tmp_path: Path, nextn: int, drop: str, verdict: str) -> None:
     report = inspect.run(InspectOptions(model=str(write_gguf(tmp_path / "m.gguf", nextn, drop))))
     assert report.data["heads"]["verdict"] == verdict, report.data["heads"]["reason"]
     assert report.data["format"] == "gguf" and report.ok is (verdict in ("alive", "none"))
     assert report.data["family"]["key"] == "glm4_moe"
 
 
-# the command
+# The command
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_the_verdict_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = write(tmp_path / "a", config_of(QWEN), trunk(QWEN) | heads(QWEN))
     stripped = write(tmp_path / "b", config_of(QWEN), trunk(QWEN))
     assert main(["inspect", str(whole)]) == 0 and "MTP: ALIVE" in capsys.readouterr().out
@@ -335,29 +339,29 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_deep_finds_a_dead_head(tmp_path: Path) -> None:
     report = inspect.run(InspectOptions(model=str(write_tiny("mimo", tmp_path)), deep=True))
     deep = report.data["deep"]
-    assert report.data["heads"]["verdict"] == "dead"  # all is there, but its weights are random
+    assert report.data["heads"]["verdict"] == "dead"  # complete, with random weights
     text = "\n".join(report.lines)
     assert deep["ran"] and deep["dead"] and not report.ok and "head is dead" in text and "ALIVE" not in text
     assert [row["depth"] for row in deep["depths"]] == [1, 2, 3] and deep["tokens"] > 300
     assert [len(row["per_position"]) for row in deep["depths"]] == [1, 2, 3]
 
 
-def test_deep_says_why_not(tmp_path: Path) -> None:
-    animal = ZOO["pangu_ultra_moe"]
-    data = look(tmp_path / "a", config_of(animal), trunk(animal), deep=True)
+def test_deep_gives_the_reason_when_it_cannot_run(tmp_path: Path) -> None:
+    entry = ZOO["pangu_ultra_moe"]
+    data = inspect_data(tmp_path / "a", config_of(entry), trunk(entry), deep=True)
     assert data["deep"]["ran"] is False and "pangu_ultra_moe" in data["deep"]["why"]
     write(tmp_path / "d", {"model_type": "eagle", **SIZES}, {"fc.weight": ("BF16", (H, 2 * H))})
     data = inspect.run(InspectOptions(model=str(tmp_path / "d"), deep=True)).data
     assert "--target" in data["deep"]["why"]
 
 
-def test_saved_files_are_listed(tmp_path: Path) -> None:
+def test_files_written_by_save_are_inspected(tmp_path: Path) -> None:
     safetensors.save(tmp_path / "model.safetensors", {"model.norm.weight": np.ones(H, np.float32)})
     (tmp_path / "config.json").write_text(json.dumps({**SIZES, "model_type": "llama"}))
     assert inspect.run(InspectOptions(model=str(tmp_path))).data["total"]["parameters"] == H
 
 
 @pytest.mark.skipif(cached_trunk() is None, reason="the default model is not in the cache")
-def test_the_default_model_has_the_head_that_is_shipped_with_it() -> None:
+def test_default_model_has_its_shipped_head() -> None:
     data = inspect.run(InspectOptions()).data
     assert data["attached_head"]["kind"] == "eagle3" and data["attached_head"]["fit"]["fits"]

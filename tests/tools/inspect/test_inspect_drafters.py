@@ -1,4 +1,4 @@
-"""Drafters that are checkpoints of their own, and whether they fit a target."""
+"""Standalone drafter checkpoints and their fit to a target."""
 
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,8 @@ ONE_LAYER = {**SIZES, "num_hidden_layers": 1}
 LINKING = ("enorm", "hnorm", "eh_proj", "shared_head")
 
 
-def cut_out(key: str) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
-    """A family's module as xLLM's own tool cuts it out."""
+def xllm_module(key: str) -> tuple[dict[str, Any], dict[str, tuple[int, ...]]]:
+    """Config and shapes of a family's module as xLLM's tool extracts it."""
     animal, shapes = ZOO[key], {name: shape for name, (_, shape) in heads(ZOO[key]).items()}
     for name in list(shapes) if key in ("glm4_moe", "deepseek_v32") else ():
         rest = name.removeprefix("model.layers.4.")
@@ -76,7 +76,7 @@ DRAFTERS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
     "speculators_mtp": (
         {"speculators_model_type": "mtp", "num_nextn_predict_layers": 1, "transformer_layer_config": SIZES},
         of("mtp_layers.0.", {**MODULE, "input_proj.weight": (H, 2 * H)})),
-    **{f"xllm_mtp ({key})": cut_out(key) for key in ("glm4_moe", "deepseek_v32", "deepseek_v4", "mimo", "qwen3_5")},
+    **{f"xllm_mtp ({key})": xllm_module(key) for key in ("glm4_moe", "deepseek_v32", "deepseek_v4", "mimo", "qwen3_5")},
     "assistant": (
         {"model_type": "gemma4_assistant", "num_hidden_layers": 1, "backbone_hidden_size": H},
         {
@@ -89,7 +89,7 @@ DRAFTERS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
 }  # fmt: skip
 
 
-def drafter(folder: Path, kind: str, **changes: Any) -> Path:
+def write_drafter(folder: Path, kind: str, **changes: Any) -> Path:
     config, shapes = DRAFTERS[kind]
     tensors: Tensors = {name: ("I64" if name == "d2t" else "BF16", shape) for name, shape in shapes.items()}
     return write(folder, {"model_type": "llama", **SIZES, **config, **changes}, tensors)
@@ -101,8 +101,8 @@ def target(folder: Path, **changes: Any) -> str:
 
 
 @pytest.mark.parametrize("kind", DRAFTERS)
-def test_drafters_are_known_and_fit_a_trunk_of_their_size(tmp_path: Path, kind: str) -> None:
-    model = str(drafter(tmp_path / "d", kind))
+def test_drafter_kinds_are_recognized_and_fitted(tmp_path: Path, kind: str) -> None:
+    model = str(write_drafter(tmp_path / "d", kind))
     report = inspect.run(InspectOptions(model=model, target=target(tmp_path / "t")))
     data = report.data
     assert (report.ok, data["heads"]["verdict"]) == (True, "alive"), data["heads"]["reason"]
@@ -120,14 +120,16 @@ def test_drafters_are_known_and_fit_a_trunk_of_their_size(tmp_path: Path, kind: 
     ("eagle3 (speculators)", {"architectures": ["OtherForCausalLM"]}, "architecture"),
     ("assistant", {"model_type": "gemma3"}, "family"),
 ])  # fmt: skip
-def test_what_does_not_fit_is_named(tmp_path: Path, kind: str, changes: dict[str, Any], what: str) -> None:
+def test_mismatch_with_the_target_is_named(tmp_path: Path, kind: str, changes: dict[str, Any], what: str) -> None:
     more = {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]} if kind == "eagle3" else {}
-    options = InspectOptions(model=str(drafter(tmp_path / "d", kind, **more)), target=target(tmp_path / "t", **changes))
+    options = InspectOptions(
+        model=str(write_drafter(tmp_path / "d", kind, **more)), target=target(tmp_path / "t", **changes)
+    )
     report = inspect.run(options)
     assert [check["what"] for check in report.data["fit"]["checks"] if not check["ok"]] == [what]
 
 
-def test_damaged_drafters(tmp_path: Path) -> None:
+def test_verdicts_of_damaged_drafters(tmp_path: Path) -> None:
     config, shapes = DRAFTERS["eagle3"]
     whole: Tensors = {name: ("BF16", shape) for name, shape in shapes.items()}
     damaged = {
@@ -139,7 +141,7 @@ def test_damaged_drafters(tmp_path: Path) -> None:
         assert inspect.run(InspectOptions(model=str(folder))).data["heads"]["verdict"] == verdict
 
 
-def test_rope_that_does_not_reach_a_drafter(tmp_path: Path) -> None:
+def test_unscaled_rope_of_a_drafter_is_reported(tmp_path: Path) -> None:
     scaled = target(tmp_path / "t", rope_scaling={"type": "yarn", "factor": 4}, max_position_embeddings=4096)
-    data = inspect.run(InspectOptions(model=str(drafter(tmp_path / "d", "eagle3")), target=scaled)).data
+    data = inspect.run(InspectOptions(model=str(write_drafter(tmp_path / "d", "eagle3")), target=scaled)).data
     assert [finding["topic"] for finding in data["findings"]] == ["rope", "rope"]

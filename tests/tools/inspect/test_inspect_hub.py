@@ -1,4 +1,4 @@
-"""`headstart inspect` of a repo on the Hub: a small hub of its own serves files by ranges, and counts the bytes."""
+"""`headstart inspect` of Hub repos, against a local server that answers byte ranges and counts the bytes sent."""
 
 import hashlib
 import json
@@ -29,12 +29,12 @@ from headstart.tools.inspect.run import InspectOptions
 
 REPO = "org/model"
 SHA = "0123456789abcdef0123456789abcdef01234567"
-ANIMAL = ZOO["qwen3_5"]
+ENTRY = ZOO["qwen3_5"]
 
 
 @dataclass
 class Hub:
-    """What it serves, how it behaves, and what it has sent of each file."""
+    """State of the server. `sent`: bytes sent of each file."""
 
     folder: Path
     url: str = ""
@@ -103,7 +103,7 @@ class Handler(BaseHTTPRequestHandler):
             self.hub.sent[name] = self.hub.sent.get(name, 0) + len(body)
             try:
                 self.wfile.write(body)
-            except OSError:  # the client has read what it wanted
+            except OSError:  # the client has closed the connection
                 self.close_connection = True
 
 
@@ -124,7 +124,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 
 def point_at(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path) -> None:
-    """What huggingface_hub makes of HF_ENDPOINT and HF_HOME when it is imported."""
+    """Sets the constants that huggingface_hub derives from HF_ENDPOINT and HF_HOME at import."""
     constants = "huggingface_hub.constants"
     monkeypatch.setattr(f"{constants}.ENDPOINT", url)
     monkeypatch.setattr(f"{constants}.HUGGINGFACE_CO_URL_TEMPLATE", url + "/{repo_id}/resolve/{revision}/{filename}")
@@ -132,38 +132,38 @@ def point_at(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path) -> None:
     monkeypatch.setattr(remote, "RETRIES", 0)
 
 
-def whole() -> Tensors:
-    return trunk(ANIMAL) | heads(ANIMAL) | {"model.big.weight": ("BF16", (4096, 4096))}
+def complete_tensors() -> Tensors:
+    return trunk(ENTRY) | heads(ENTRY) | {"model.big.weight": ("BF16", (4096, 4096))}
 
 
-def look(name: str = REPO) -> dict[str, Any]:
+def inspect_data(name: str = REPO) -> dict[str, Any]:
     return inspect.run(InspectOptions(model=name)).data
 
 
-def test_a_repo_is_read_by_its_headers(hub: Hub) -> None:
-    write(hub.folder, config_of(ANIMAL), whole(), shards=3)
+def test_repo_is_inspected_by_headers_only(hub: Hub) -> None:
+    write(hub.folder, config_of(ENTRY), complete_tensors(), shards=3)
     (hub.folder / "generation_config.json").write_text('{"temperature": 0.6}')
-    data, local = look(), inspect.run(InspectOptions(model=str(hub.folder))).data
+    data, local = inspect_data(), inspect.run(InspectOptions(model=str(hub.folder))).data
     assert data["parts"] == local["parts"] and data["heads"]["modules"] == local["heads"]["modules"]
     assert (data["model"], data["heads"]["verdict"], data["sampling"]) == (REPO, "alive", {"temperature": 0.6})
     assert hub.weight_bytes <= 3 * remote.FIRST < data["total"]["bytes"] / 50
 
 
-def test_a_header_longer_than_the_first_request(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_header_longer_than_the_first_request_is_read(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "FIRST", 64)
-    write(hub.folder, config_of(ANIMAL), whole())
-    assert look()["heads"]["verdict"] == "alive" and hub.weight_bytes < 10_000
-    hub.ranges = False  # the second request has to skip what the first has read
-    assert look()["heads"]["verdict"] == "alive"
+    write(hub.folder, config_of(ENTRY), complete_tensors())
+    assert inspect_data()["heads"]["verdict"] == "alive" and hub.weight_bytes < 10_000
+    hub.ranges = False  # without ranges, the second request skips the bytes already read
+    assert inspect_data()["heads"]["verdict"] == "alive"
 
 
-def test_stripped_and_undeclared_are_seen_from_afar(hub: Hub) -> None:
-    write(hub.folder, config_of(ANIMAL), trunk(ANIMAL))
-    assert look()["heads"]["verdict"] == "stripped" and main(["inspect", REPO]) == 1
+def test_stripped_repo_is_reported(hub: Hub) -> None:
+    write(hub.folder, config_of(ENTRY), trunk(ENTRY))
+    assert inspect_data()["heads"]["verdict"] == "stripped" and main(["inspect", REPO]) == 1
 
 
 @pytest.mark.parametrize("step", [64, 128 * 1024])
-def test_a_gguf_repo(hub: Hub, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
+def test_gguf_repo_is_inspected(hub: Hub, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
     monkeypatch.setattr(remote, "FIRST", step)
     writer = gguf.GGUFWriter(hub.folder / "m.gguf", "llama")
     writer.add_block_count(1)
@@ -174,34 +174,34 @@ def test_a_gguf_repo(hub: Hub, monkeypatch: pytest.MonkeyPatch, step: int) -> No
     writer.add_tensor("rope_freqs.weight", np.ones(32, np.float32))
     gguf_files.written(writer, hub.folder / "m.gguf")
     for name in (REPO, f"{REPO}/m.gguf"):
-        data = look(name)
+        data = inspect_data(name)
         assert (data["format"], data["heads"]["verdict"]) == ("gguf", "none")
         assert data["total"]["bytes"] == 4096 * 256 * 4 + 128
     assert hub.weight_bytes < 600_000
 
 
-def test_an_exported_module_is_a_head_by_its_tensors(hub: Hub) -> None:
-    """Its config.json is that of a model with MTP modules."""
+def test_exported_module_is_classified_by_its_tensors(hub: Hub) -> None:
+    """The config.json of an exported module looks like that of a model with MTP modules."""
     config = {"model_type": "deepseek_v3", "num_hidden_layers": 1, "num_nextn_predict_layers": 1}
     write(hub.folder, config, {"fc.weight": ("BF16", (8, 16)), "layers.0.mlp.up_proj.weight": ("BF16", (8, 8))})
     assert classify_path(REPO).method == classify_path(hub.folder).method == "eagle"
 
 
-def test_a_gguf_in_parts(hub: Hub) -> None:
-    whole = gguf.GGUFWriter(hub.folder / "m.gguf", "llama", split_max_tensors=1)
-    whole.add_block_count(1)
-    whole.add_embedding_length(32)
-    whole.add_head_count(4)
+def test_split_gguf_is_inspected(hub: Hub) -> None:
+    complete_tensors = gguf.GGUFWriter(hub.folder / "m.gguf", "llama", split_max_tensors=1)
+    complete_tensors.add_block_count(1)
+    complete_tensors.add_embedding_length(32)
+    complete_tensors.add_head_count(4)
     for name in ("token_embd.weight", "output_norm.weight", "blk.0.ffn_up.weight"):
-        whole.add_tensor(name, np.zeros((8, 32), np.float32))
-    gguf_files.written(whole, hub.folder / "m.gguf")
-    data = look()
+        complete_tensors.add_tensor(name, np.zeros((8, 32), np.float32))
+    gguf_files.written(complete_tensors, hub.folder / "m.gguf")
+    data = inspect_data()
     assert (data["files"], data["total"]["parameters"]) == (3, 3 * 8 * 32)
     (hub.folder / "m-00002-of-00003.gguf").unlink()
     assert "no such file" in refused(f"{REPO}/m-00001-of-00003.gguf")
 
 
-def test_a_server_that_sends_less_than_it_says(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_truncated_response_is_refused(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "FIRST", 30)
     header = b"GGUF" + (3).to_bytes(4, "little") + bytes(8) + (1).to_bytes(8, "little") + bytes(200)
     (hub.folder / "m.gguf").write_bytes(header)
@@ -211,14 +211,14 @@ def test_a_server_that_sends_less_than_it_says(hub: Hub, monkeypatch: pytest.Mon
 
 def refused(name: str, kind: type[HeadstartError] = UsageError) -> str:
     with pytest.raises(kind) as caught:
-        look(name)
+        inspect_data(name)
     assert caught.value.hint
     return caught.value.message
 
 
-def test_bad_repos(hub: Hub) -> None:
+def test_bad_repos_are_refused(hub: Hub) -> None:
     assert "no model 'org/unknown'" in refused("org/unknown") and "neither safetensors nor GGUF" in refused(REPO)
-    write(hub.folder, config_of(ANIMAL), trunk(ANIMAL), shards=2)
+    write(hub.folder, config_of(ENTRY), trunk(ENTRY), shards=2)
     (hub.folder / "model-1.safetensors").unlink()
     assert "model-1.safetensors, which is missing" in refused(REPO, ModelError)
     (hub.folder / "model-1.safetensors").write_bytes((2 * 10**9).to_bytes(8, "little") + b"{}")
@@ -227,36 +227,36 @@ def test_bad_repos(hub: Hub) -> None:
     assert "gated" in refused(REPO)
 
 
-def test_a_config_that_is_not_json(hub: Hub) -> None:
-    write(hub.folder, {}, trunk(ANIMAL))
+def test_config_that_is_not_json_is_refused(hub: Hub) -> None:
+    write(hub.folder, {}, trunk(ENTRY))
     (hub.folder / "config.json").write_text("{")
     assert "config.json is not valid JSON" in refused(REPO, ModelError)
 
 
-def test_no_network_and_nothing_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_hub_without_cache_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     point_at(monkeypatch, "http://127.0.0.1:9", tmp_path)
     assert REPO in refused(REPO)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert "HF_HUB_OFFLINE is set" in refused(REPO)
 
 
-def test_without_a_network_the_cache_serves(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_is_used_without_network(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import snapshot_download
 
-    write(hub.folder, config_of(ANIMAL), trunk(ANIMAL) | heads(ANIMAL))
+    write(hub.folder, config_of(ENTRY), trunk(ENTRY) | heads(ENTRY))
     snapshot_download(REPO, dry_run=False)
     hub.sent.clear()
-    assert look()["heads"]["verdict"] == "alive" and hub.weight_bytes == 0  # the file is here already
+    assert inspect_data()["heads"]["verdict"] == "alive" and hub.weight_bytes == 0  # the file is in the cache
     point_at(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache")
     close_session()
-    assert look()["heads"]["verdict"] == "alive"
+    assert inspect_data()["heads"]["verdict"] == "alive"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert look()["heads"]["verdict"] == "alive"
+    assert inspect_data()["heads"]["verdict"] == "alive"
 
 
 @pytest.mark.slow
-def test_the_environment_is_honoured_and_torch_is_not_needed(hub: Hub, tmp_path: Path) -> None:
-    write(hub.folder, config_of(ANIMAL), whole(), shards=2)
+def test_hf_environment_is_used_and_torch_is_not_imported(hub: Hub, tmp_path: Path) -> None:
+    write(hub.folder, config_of(ENTRY), complete_tensors(), shards=2)
     environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home")}
     code = "import sys; from headstart.cli.main import main; main(['inspect', 'org/model', '--json']); "
     code += "assert not {'torch', 'headstart.engine', 'transformers'} & set(sys.modules)"

@@ -1,4 +1,4 @@
-"""A checkpoint of the size of DeepSeek-V3: 160 shards, 92,000 tensors, FP8 with block scales. The files are holes."""
+"""A checkpoint of the size of DeepSeek-V3: 160 shards, 92,000 tensors, FP8 with block scales. The files are sparse."""
 
 from pathlib import Path
 
@@ -43,13 +43,13 @@ def tensors() -> Tensors:
 
 
 @pytest.mark.slow
-def test_a_large_checkpoint(tmp_path: Path) -> None:
+def test_large_checkpoint_is_inspected(tmp_path: Path) -> None:
     made = tensors()
     assert len(made) > 90_000
     data = inspect.run(InspectOptions(model=str(write(tmp_path, CONFIG, made, shards=160)))).data
     assert (data["heads"]["verdict"], data["files"]) == ("alive", 160)
     parameters = {part: row["parameters"] for part, row in data["parts"].items()}
-    assert round((data["total"]["parameters"] - parameters["mtp"]) / 1e9) == 671  # as published
+    assert round((data["total"]["parameters"] - parameters["mtp"]) / 1e9) == 671  # the published number
     assert 11.4e9 < parameters["mtp"] - 2 * parameters["embedding"] < 11.7e9
     assert list(data["parts"]["experts"]["types"]) == ["FP8 (128x128 blocks)"]
     assert data["heads"]["embedding"] == data["heads"]["lm_head"] == "copy"

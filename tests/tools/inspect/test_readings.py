@@ -1,4 +1,4 @@
-"""A block drafter whose config.json is wrong without an error: `inspect --deep` reads the weights in other ways too."""
+"""`inspect --deep` tries other readings of a block drafter's weights, to find a config.json that is silently wrong."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,12 +27,12 @@ def counts(*per_position: int, drafts: int = 200) -> DraftStats:
 
 
 def readings(spec: HeadSpec, layers: int = 5, *, ours: bool = False) -> list[HeadReading]:
-    """The readings of a block drafter, each with its spec in place of a head."""
+    """The readings of a block drafter; `head()` of each gives its spec."""
     read: Any = replace
     return list(block_readings(spec, layers, read, ours=ours))
 
 
-def test_every_reading_changes_one_thing_and_says_what_to_write() -> None:
+def test_readings_change_one_setting_and_suggest_a_config_edit() -> None:
     found = {each.description: each for each in readings(SPEC)}
     specs: dict[str, Any] = {description: each.head() for description, each in found.items()}
     blocks = {description: spec.block for description, spec in specs.items()}
@@ -54,19 +54,19 @@ def test_every_reading_changes_one_thing_and_says_what_to_write() -> None:
     assert not readings(HeadSpec())
 
 
-def test_better_is_beyond_chance() -> None:
-    told = counts(100, 40, 10)
-    assert is_better(counts(140, 90, 50), told) and not is_better(counts(108, 45, 14), told)
+def test_better_reading_must_be_significant() -> None:
+    baseline = counts(100, 40, 10)
+    assert is_better(counts(140, 90, 50), baseline) and not is_better(counts(108, 45, 14), baseline)
     assert not is_better(counts(3, 2, drafts=4), counts(1, 0, drafts=4))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafts", [200, 60], ids=["plain", "in doubt"])
 @pytest.mark.parametrize("better", [None, "a RoPE that is interleaved"])
-def test_deep_names_the_reading_that_fits(
+def test_deep_names_the_better_reading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, better: str | None, drafts: int
 ) -> None:
-    """What may be chance is looked at over longer texts."""
+    """A difference within noise is measured again with longer texts."""
     model = support.tiny_model("llama", num_hidden_layers=5)
     trunk = write_tiny("llama", tmp_path / "trunk", num_hidden_layers=5)
     block = replace(BLOCK, vocab_size=support.VOCAB, draft_vocab_size=support.VOCAB)
@@ -74,15 +74,15 @@ def test_deep_names_the_reading_that_fits(
     arrays = random_arrays(head_kind("block").shapes(spec, model.config.hidden_size))
     head = support.write_head(tmp_path / "head", model.config, spec, arrays)
 
-    looked: list[int] = []
+    max_tokens_seen: list[int] = []
 
     def accepted(llm: Any, max_tokens: int, finished: Any) -> DraftStats:
-        looked.append(max_tokens)
-        turned = llm.model.head.spec.block.interleaved
+        max_tokens_seen.append(max_tokens)
+        interleaved = llm.model.head.spec.block.interleaved
         if drafts == 200:
-            return counts(150, 100, 50) if turned and better else counts(60, 20, 5)
+            return counts(150, 100, 50) if interleaved and better else counts(60, 20, 5)
         times = max_tokens // TOKENS
-        better_here = turned and (better or times == 1)
+        better_here = interleaved and (better or times == 1)
         return counts(*(times * each for each in ((36, 16, 8) if better_here else (30, 11, 4))), drafts=60 * times)
 
     monkeypatch.setattr("headstart.tools.inspect.deep.measure_acceptance", accepted)
@@ -90,7 +90,7 @@ def test_deep_names_the_reading_that_fits(
     deep, text = report.data["deep"], "\n".join(report.lines)
     assert deep["ran"] and [row["depth"] for row in deep["depths"]] == [3] and len(deep["readings"]) == 5, deep
     assert report.ok == (better is None) and (deep["better"] or {}).get("what") == better
-    assert looked == [TOKENS] * 6 + ([LONGER * TOKENS] * 2 if drafts == 60 else [])
+    assert max_tokens_seen == [TOKENS] * 6 + ([LONGER * TOKENS] * 2 if drafts == 60 else [])
     if better and drafts == 200:
         assert report.data["heads"]["verdict"] == "mismatch"
         assert "its weights fit a RoPE that is interleaved: acceptance length 2.50 instead of 1.43" in text
