@@ -1,4 +1,4 @@
-"""The trunk that a head was trained on, and heads in the package for it."""
+"""Fingerprint of the trunk that a head was trained on, and heads shipped in the package."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,31 +23,31 @@ from headstart.train.options import saved_head
 
 
 @pytest.mark.slow
-def test_a_head_of_other_weights_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A fine-tune's head, or one of a stranger of the same sizes, runs; one line says so. Its own, and one that does
-    not tell, are taken in silence."""
+def test_head_trained_on_other_weights_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A head trained on other weights of the same sizes loads with one warning; a head of this trunk or without a
+    fingerprint loads without one."""
     model, spec = support.tiny_model("llama"), support.eagle3_spec(support.tiny_model("llama"))
     sizes = {"hidden_size": model.config.hidden_size, "vocab_size": model.config.vocab_size}
     head = HeadCheckpoint(spec=spec, trunk="a-sister", **sizes)
     own = trunk_fingerprint(model.weights.tensors)
-    for i, told in enumerate(("", own, own[::-1])):
+    for i, fingerprint in enumerate(("", own, own[::-1])):
         path = tmp_path / str(i)
-        files.write_head(path, replace(head, trunk_fingerprint=told), support.eagle3_arrays(model, spec))
+        files.write_head(path, replace(head, trunk_fingerprint=fingerprint), support.eagle3_arrays(model, spec))
         assert attach_head(model, path).source == str(path)
     [line] = caplog.messages
     assert f"{tmp_path / '2'} was trained on other weights (a-sister)" in line
 
 
 @pytest.mark.slow
-def test_a_head_in_the_package_serves_any_quantization_of_its_trunk(
+def test_packaged_head_attaches_to_every_quantization_of_its_trunk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = support.tiny_model("llama")
     spec = support.eagle3_spec(model)
     sizes = {"hidden_size": model.config.hidden_size, "vocab_size": model.config.vocab_size}
     arrays = support.eagle3_arrays(model, spec)
-    for folder, told in (("ours", trunk_fingerprint(model.weights.tensors)), ("others", "f" * 32)):
-        head = HeadCheckpoint(spec=spec, trunk=folder, trunk_fingerprint=told, **sizes)
+    for folder, fingerprint in (("ours", trunk_fingerprint(model.weights.tensors)), ("others", "f" * 32)):
+        head = HeadCheckpoint(spec=spec, trunk=folder, trunk_fingerprint=fingerprint, **sizes)
         files.write_head(tmp_path / "heads" / folder, head, arrays)
     ours = tmp_path / "heads" / "ours"
     monkeypatch.setattr(hub, "HEADS", tmp_path / "heads")
@@ -75,7 +75,7 @@ def test_shipped_heads_of_the_default_model() -> None:
     assert all(files.read_head(each.folder).spec.kind == each.kind for each in heads_in_package())
 
 
-def test_a_copy_of_a_tied_lm_head_is_the_same_trunk() -> None:
+def test_copied_tied_lm_head_keeps_the_trunk_fingerprint() -> None:
     tensors = support.tiny_model("llama").weights.tensors
     tied = {name: each for name, each in tensors.items() if name != "lm_head.weight"}
     copied = {**tied, "lm_head.weight": tied["embed_tokens.weight"]}

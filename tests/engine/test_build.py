@@ -1,4 +1,4 @@
-"""Engines as they are made: what their pools take of the memory, and values of flags without sense."""
+"""Building engines: memory taken by the pools, and invalid flag values."""
 
 import gc
 from dataclasses import replace
@@ -22,8 +22,8 @@ from headstart.kernels.backends.native import limits
 AUTO_SIZED: dict[str, Any] = {**SMALL, "dtype": "float64", "kv_blocks": None, "max_num_seqs": 50_000, "depth": 3}
 
 
-def bytes_of(llm: LLM) -> int:
-    """Of its pools, as the backend has them."""
+def pool_bytes(llm: LLM) -> int:
+    """Bytes of all pools of `llm`, as the backend allocated them."""
     runner = llm.engine.runner
     pools: list[Any] = [runner.trunk.pools.hidden]
     for handle in (runner.trunk, *runner.networks):
@@ -39,7 +39,8 @@ def arrays_of(pool: Any) -> list[Any]:
 
 
 @pytest.fixture
-def free(monkeypatch: pytest.MonkeyPatch) -> int:
+def free_memory(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Mock machine with 64 of 128 MB free; gives the free bytes."""
     gc.collect()
     monkeypatch.setattr(make, "PLANNED", type(make.PLANNED)())
     monkeypatch.setattr(machine, "memory", lambda: machine.Memory(1 << 40, 64 << 20, 128 << 20))
@@ -47,36 +48,36 @@ def free(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 @pytest.mark.parametrize("kind", ["mtp", "eagle3"])
-def test_all_pools_are_within_the_budget(kind: str, free: int) -> None:
-    """EAGLE-3 keeps the hidden states of several layers, a head of its own has keys and values: all of it counts."""
+def test_pools_stay_within_the_memory_budget(kind: str, free_memory: int) -> None:
+    """Hidden states that EAGLE-3 keeps and the keys and values of an MTP head count as well."""
     llm = LLM(headed_model("llama", kind), EngineConfig(**AUTO_SIZED))
     assert llm.method == kind
-    budget = free * MEMORY_SHARE["cpu"]
-    assert 0.9 * budget < bytes_of(llm) <= budget
+    budget = free_memory * MEMORY_SHARE["cpu"]
+    assert 0.9 * budget < pool_bytes(llm) <= budget
 
 
 @pytest.mark.parametrize("share", [0.9, 0.6])
-def test_gpu_memory_utilization_sizes_the_cache(share: float, free: int) -> None:
-    """Of 128 MB half is taken already."""
+def test_gpu_memory_utilization_sizes_the_cache(share: float, free_memory: int) -> None:
+    """Half of the 128 MB is taken already."""
     llm = LLM(tiny_model("llama"), EngineConfig(**AUTO_SIZED, gpu_memory_utilization=share))
-    budget = (128 << 20) * share - free
-    assert 0.9 * budget < bytes_of(llm) <= budget
+    budget = (128 << 20) * share - free_memory
+    assert 0.9 * budget < pool_bytes(llm) <= budget
 
 
-def test_engines_of_one_process_share_the_memory(free: int) -> None:
-    """What others have planned with is theirs, though they have not filled it yet; it is free again when they go."""
+def test_engines_of_one_process_share_free_memory(free_memory: int) -> None:
+    """Memory planned by other engines counts as taken before it is filled, and is free again once they are deleted."""
     model, config = tiny_model("llama"), EngineConfig(**AUTO_SIZED)
     llms = [LLM(model, config) for _ in range(5)]
-    sizes = [bytes_of(llm) for llm in llms]
-    assert sum(sizes) < free
+    sizes = [pool_bytes(llm) for llm in llms]
+    assert sum(sizes) < free_memory
     for one, following in pairwise(sizes):
         assert following == pytest.approx((1 - MEMORY_SHARE["cpu"]) * one, rel=0.02)
     del llms
     gc.collect()
-    assert bytes_of(LLM(model, config)) == sizes[0]
+    assert pool_bytes(LLM(model, config)) == sizes[0]
 
 
-def test_a_full_memory_leaves_room_for_one_sequence(free: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_memory_still_fits_one_sequence(free_memory: int, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"--kv-blocks 9999999 take \d+\.\d GB, but there are 0\.1 GB") as error:
         LLM(tiny_model("llama"), EngineConfig(**{**AUTO_SIZED, "kv_blocks": 9_999_999}))
     assert "blocks take 25% of what is free" in error.value.hint
@@ -93,7 +94,7 @@ FLAGS = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("flag", FLAGS)
-def test_a_flag_works_or_is_refused_by_name(flag: str, free: int) -> None:
+def test_flag_values_work_or_are_refused_by_name(flag: str, free_memory: int) -> None:
     backend = "native" if limits(EngineConfig()) is None else "reference"
     base: dict[str, Any] = {"backend": backend, "threads": 1, "depth": 2, "drafter": "mtp"}
     folder, name = str(write_tiny("mimo", new_folder())), "--" + flag.replace("_", "-")
@@ -107,7 +108,7 @@ def test_a_flag_works_or_is_refused_by_name(flag: str, free: int) -> None:
             assert name in str(error), value
 
 
-def test_threads_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_threads_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = pytest.importorskip("headstart.kernels.native.backend", exc_type=ImportError)
 
     def refuse(*_: object) -> None:
@@ -122,14 +123,14 @@ def test_threads_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("token", [VOCAB, -1, 2**40])
-def test_a_drafter_cannot_reach_past_the_vocabulary(token: int) -> None:
-    """Somebody else's drafter: its ids are checked before a kernel reads by them."""
+def test_draft_ids_outside_the_vocabulary_are_refused(token: int) -> None:
+    """Token ids of a plug-in drafter are checked before a kernel uses them as indices."""
     llm = LLM(headed_model("mimo"), replace(EngineConfig(**SMALL), depth=2))
 
-    def wild(requests: Any) -> None:
+    def propose_invalid_token(requests: Any) -> None:
         for request in requests:
             request.sequence.draft = Draft([5, token], method="mtp")
 
-    llm.engine.drafting.drafter.propose = wild
+    llm.engine.drafting.drafter.propose = propose_invalid_token
     with pytest.raises(AssertionError, match=f"mtp drafts ids past {VOCAB - 1}"):
         llm.generate([[1, 2, 3]])

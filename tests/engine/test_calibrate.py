@@ -1,4 +1,4 @@
-"""A calibration keeps its time, and what it found serves the next start, whatever else the machine does meanwhile."""
+"""Calibration: its time limit, and stored costs that later starts reuse or measure again."""
 
 import itertools
 import json
@@ -22,29 +22,30 @@ def engine() -> Engine:
     return LLM(headed_model("mimo"), EngineConfig(**SMALL, depth=3)).engine
 
 
-class Machine:
-    """Its clock: a pass takes so many seconds and each row so many more, times what `load` says in turn; a draft step
-    takes as long as a row, or `draft`. Other processes use `other_cores`."""
+class SimulatedClock:
+    """Replaces the clock: a pass takes `base` seconds plus `row` for each row, times the next factor of `load`
+    (cycled). A draft step takes `draft` seconds, by default as long as a row. Other processes use `other_cores`
+    cores."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, base: float, row: float, *load: float) -> None:
         self.now, self.passes, self.other_cores = 0.0, 0, 0.0
         self.base, self.row, self.draft, self.load = base, row, row, itertools.cycle(load or (1.0,))
-        honest = engine.runner.forward
+        original = engine.runner.forward
 
         def forward(spans: Any) -> Any:
             rows = sum(span.num_rows for span in spans)
             self.now += (self.base + self.row * rows) * next(self.load)
             self.passes += 1
-            return honest(spans)
+            return original(spans)
 
         drafter = engine.drafting.drafter
         propose = drafter.propose
 
-        def drafted(requests: Any) -> None:
+        def timed_propose(requests: Any) -> None:
             self.now += self.draft * max([request.depth for request in requests])
             propose(requests)
 
-        monkeypatch.setattr(drafter, "propose", drafted)
+        monkeypatch.setattr(drafter, "propose", timed_propose)
         monkeypatch.setattr(engine.runner, "forward", forward)
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(machine.OtherLoad, "cores", property(lambda _: self.other_cores))
@@ -52,9 +53,9 @@ class Machine:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("base", [0.001, 0.05, 1.0])
-def test_the_time_is_kept(base: float, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for the one measurement that there must be, and the pass that goes on when the time is over."""
-    timed = Machine(engine, monkeypatch, base, base / 100)
+def test_calibration_keeps_its_time_limit(base: float, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exceptions are the one required measurement and the pass that runs when the time is over."""
+    timed = SimulatedClock(engine, monkeypatch, base, base / 100)
     costs = calibrate.calibrate(engine)
     first = 3 * base + 30 * base / 100  # a prompt, a warm-up, a step
     assert timed.now < max(MAX_SECONDS, first) + 2 * base and costs.passes.at(1) == pytest.approx(1.01 * base)
@@ -62,16 +63,16 @@ def test_the_time_is_kept(base: float, engine: Engine, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_who_is_slow_for_a_while_is_slow_for_all_depths(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    Machine(engine, monkeypatch, 0.004, 0.0002, *[1.0] * 20, *[3.0] * 20)
+def test_temporary_slowdown_affects_all_row_counts_alike(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    SimulatedClock(engine, monkeypatch, 0.004, 0.0002, *[1.0] * 20, *[3.0] * 20)
     costs = calibrate.calibrate(engine)
     assert [costs.passes.at(rows) for rows in (1, 2, 4)] == pytest.approx([0.0042, 0.0044, 0.0048])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [2, 3, 5, 8, 9, 33, 96])
-def test_a_pool_with_room_for_one_short_sequence(length: int) -> None:
-    """Or none that is long enough to measure in."""
+def test_calibration_with_a_pool_of_one_short_sequence(length: int) -> None:
+    """Sequences of fewer than 8 tokens are too short to measure: engines without calibration still generate."""
     small = {**SMALL, "max_model_len": length, "max_num_seqs": 1, "kv_blocks": -(-length // 8)}
     if length >= 8:
         assert calibrate.calibrate(LLM(headed_model("mimo"), EngineConfig(**small, depth=3)).engine).passes.at(1) > 0
@@ -79,48 +80,50 @@ def test_a_pool_with_room_for_one_short_sequence(length: int) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_kept_serves_a_busy_machine(engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_stored_costs_are_used_on_a_busy_machine(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(hub, "cache_dir", lambda: tmp_path)
     facts = {"test": 1}
 
-    def started(*load: float) -> int:
+    def passes_until_known(*load: float) -> int:
         """Passes until the costs are known."""
         with monkeypatch.context() as patch:
-            timed = Machine(engine, patch, 0.004, 0.001, *load)
+            timed = SimulatedClock(engine, patch, 0.004, 0.001, *load)
             known_costs(engine, facts)
             return timed.passes
 
-    def kept() -> Any:
+    def stored_document() -> Any:
         [file] = tmp_path.rglob("*.json")
         return json.loads(file.read_text())
 
-    assert started() > 50
-    assert 10 < started(1, 3, 2, 4, 5, 2) < 30, "too noisy to say that what is kept is wrong"
-    assert not kept()["confirmed"] and 10 < started() < 30 and kept()["confirmed"]
-    assert started() == 0, "what was measured twice is not measured again: steps correct it"
+    assert passes_until_known() > 50
+    assert 10 < passes_until_known(1, 3, 2, 4, 5, 2) < 30, "too noisy to say that what is kept is wrong"
+    assert not stored_document()["confirmed"] and 10 < passes_until_known() < 30 and stored_document()["confirmed"]
+    assert passes_until_known() == 0, "what was measured twice is not measured again: steps correct it"
 
 
 @pytest.mark.slow
-def test_what_a_second_start_does_not_find_is_measured_again(
+def test_pass_costs_not_confirmed_by_second_start_are_measured_again(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(hub, "cache_dir", lambda: tmp_path)
     for row, passes in ((0.001, 50), (0.0001, 50), (0.0001, 10)):  # four rows: 1.6 times one, then 1.07
         with monkeypatch.context() as patch:
-            timed = Machine(engine, patch, 0.004, row)
+            timed = SimulatedClock(engine, patch, 0.004, row)
             costs = known_costs(engine, {"test": 2})
             assert timed.passes > passes
     assert timed.passes < 30 and costs.passes.at(4) / costs.passes.at(1) == pytest.approx(44 / 41, rel=0.01)
 
 
 @pytest.mark.slow
-def test_draft_costs_that_a_second_start_does_not_find_are_measured_again(
+def test_draft_costs_not_confirmed_by_second_start_are_measured_again(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(hub, "cache_dir", lambda: tmp_path)
     for draft in (0.003, 0.001, 0.001):
         with monkeypatch.context() as patch:
-            timed = Machine(engine, patch, 0.004, 0.001)
+            timed = SimulatedClock(engine, patch, 0.004, 0.001)
             timed.draft = draft
             costs = known_costs(engine, {"test": 4})
             assert costs.drafts.at(1) == pytest.approx(draft, rel=0.1)
@@ -128,28 +131,28 @@ def test_draft_costs_that_a_second_start_does_not_find_are_measured_again(
 
 
 @pytest.mark.slow
-def test_costs_of_an_overloaded_start_are_measured_again(
+def test_costs_stored_under_overload_are_measured_again(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Passes were ten times slower then, in the same ratio."""
+    """The stored passes are ten times slower, in the same ratio."""
     monkeypatch.setattr(hub, "cache_dir", lambda: tmp_path)
     for pass_s, row_s in ((0.04, 0.002), (0.004, 0.0002)):
         with monkeypatch.context() as patch:
-            Machine(engine, patch, pass_s, row_s)
+            SimulatedClock(engine, patch, pass_s, row_s)
             costs = known_costs(engine, {"test": 3})
     assert costs.passes.at(1) == pytest.approx(0.0042, rel=0.05)
 
 
 @pytest.mark.slow
-def test_costs_measured_beside_a_steady_process_are_measured_again(
+def test_costs_measured_beside_a_busy_process_are_measured_again(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Its steps take equal times, so only the CPU time of others tells."""
+    """The other process slows all steps equally, so only its CPU time shows it."""
     monkeypatch.setattr(hub, "cache_dir", lambda: tmp_path)
     every = machine.threads().cores
     for other_cores, row, slower in ((every, 0.0005, 5), (every, 0.0005, 5), (0, 0.0004, 4), (0, 0.0004, 4)):
         with monkeypatch.context() as patch:
-            timed = Machine(engine, patch, 0.004, row)
+            timed = SimulatedClock(engine, patch, 0.004, row)
             timed.other_cores = other_cores
             costs = known_costs(engine, {"test": 5})
             assert costs.passes.at(4) / costs.passes.at(1) == pytest.approx((40 + 4 * slower) / (40 + slower), rel=0.01)

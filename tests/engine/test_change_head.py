@@ -1,4 +1,4 @@
-"""Another head on a running engine: the texts stay the same, the prefix cache serves on, faults change nothing."""
+"""Changing the head of a running engine: texts and the prefix cache are kept, a failed change has no effect."""
 
 from dataclasses import replace
 from itertools import count
@@ -17,7 +17,7 @@ CONFIG: dict[str, Any] = {**support.SMALL, "dtype": "float64", "depth": 3}
 
 
 def texts(engine: Engine, requests: list[Any], changes: dict[int, Model], config: EngineConfig) -> dict[Any, list[int]]:
-    """Tokens by request and choice; after step i the head of changes[i] comes."""
+    """Tokens by (request, choice); after step i the engine changes to the head of changes[i]."""
     steps = count(1)
 
     def after(engine: Engine) -> None:
@@ -32,7 +32,7 @@ def texts(engine: Engine, requests: list[Any], changes: dict[int, Model], config
 @pytest.mark.slow
 @pytest.mark.parametrize("blocks", [80, 16], ids=["room", "preempted"])
 @pytest.mark.parametrize("depth", [3, AUTO])
-def test_the_texts_stay_the_same(depth: Any, blocks: int) -> None:
+def test_changing_heads_keeps_the_texts(depth: Any, blocks: int) -> None:
     first = support.agreeing_model("llama")
     second = replace(first, head=support.make_head(first, seed=5))
     settings = CONFIG | {"depth": depth, "kv_blocks": blocks}
@@ -42,8 +42,8 @@ def test_the_texts_stay_the_same(depth: Any, blocks: int) -> None:
     assert texts(engine, requests, {2: second, 4: first, 5: second, 7: first}, EngineConfig(**settings)) == plain
 
 
-def test_the_new_head_drafts_as_if_it_had_always_been_there() -> None:
-    """Its acceptance over the rest of a text, and over a prefix that the old one has cached, is its own."""
+def test_new_head_reaches_its_own_acceptance() -> None:
+    """A change in mid-text, and over a prefix cached with the old head, costs little acceptance."""
     good = support.agreeing_model("llama")
     bad = replace(good, head=support.make_head(good, seed=5))
     request = support.request(support.prompt_of(30, 1), max_tokens=60, stops=())
@@ -56,7 +56,7 @@ def test_the_new_head_drafts_as_if_it_had_always_been_there() -> None:
     assert changed.stats.accepted >= 0.95 * alone.stats.accepted
 
 
-def test_one_that_does_not_fit_changes_nothing() -> None:
+def test_unfit_head_is_refused_without_effect() -> None:
     model = support.headed_model("llama")
     engine, request = support.make(model, **CONFIG), support.request([3, 4, 5], max_tokens=20, stops=())
     for head, error in ((support.make_eagle3(model), ModelError), (None, HeadstartError)):
@@ -68,14 +68,14 @@ def test_one_that_does_not_fit_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"drafter": "none"}, {"drafter": "ngram"}, {"depth": 0}])
-def test_where_no_head_drafts_there_is_none_to_change(settings: dict[str, Any]) -> None:
+def test_change_head_is_refused_if_no_head_drafts(settings: dict[str, Any]) -> None:
     model, settings = support.headed_model("llama"), CONFIG | settings
     with pytest.raises(UsageError, match="no head drafts here"):
         change_head(support.make(model, **settings), model, EngineConfig(**settings))
 
 
-def test_a_list_of_tokens_stays() -> None:
-    """--draft-vocab N is asked of the new head, too, unless it has tokens of its own."""
+def test_draft_vocab_setting_applies_to_the_new_head() -> None:
+    """A draft vocabulary in the new head's checkpoint overrides --draft-vocab N."""
     model = support.headed_model("llama")
     engine, config = support.make(model, **CONFIG, draft_vocab=40), EngineConfig(**CONFIG, draft_vocab=40)
     change_head(engine, replace(model, head=support.make_head(model, seed=5)), config)

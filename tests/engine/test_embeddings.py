@@ -1,4 +1,4 @@
-"""Embeddings of prompts: what transformers' hidden states come to, and the same bits in any company."""
+"""Embeddings of prompts: equal to the mean of transformers' hidden states, with bits independent of the batch."""
 
 from dataclasses import replace
 
@@ -16,8 +16,8 @@ NAME = next(name for name in hub.builtin_names() if name not in hub.BUILTIN)
 TEXTS = ["def read(self):\n    return self.value\n" * 4, "import os\n", "def read(self):\n    return self.value\n" * 4]
 
 
-def embedded(llm: LLM, texts: list[str], *, beside: int = 0) -> dict[int, np.ndarray]:
-    """By the number of each text; `beside`: so many texts are written in the same batch."""
+def embed(llm: LLM, texts: list[str], *, beside: int = 0) -> dict[int, np.ndarray]:
+    """Embeddings by index in `texts`; `beside` other requests generate in the same batch."""
     asked, found = {}, {}
     for number, text in enumerate(texts):
         request = llm.request(text, SamplingParams(max_tokens=1, temperature=0.0), raw=True, depth=0)
@@ -39,14 +39,14 @@ def embedded(llm: LLM, texts: list[str], *, beside: int = 0) -> dict[int, np.nda
 @pytest.fixture(scope="module")
 def alone() -> list[np.ndarray]:
     llm = LLM(NAME, EngineConfig(max_model_len=256, threads=1))
-    return [embedded(llm, [text])[0] for text in TEXTS]
+    return [embed(llm, [text])[0] for text in TEXTS]
 
 
 @pytest.mark.slow
-def test_the_mean_is_that_of_transformers(alone: list[np.ndarray]) -> None:
+def test_embedding_matches_the_mean_of_transformers(alone: list[np.ndarray]) -> None:
     llm = LLM(NAME, EngineConfig(max_model_len=256, backend="reference", dtype="float32"))
     model = AutoModel.from_pretrained(hub.resolve(NAME), dtype=torch.float32)
-    for text, native, reference in zip(TEXTS, alone, embedded(llm, TEXTS).values(), strict=True):
+    for text, native, reference in zip(TEXTS, alone, embed(llm, TEXTS).values(), strict=True):
         ids = torch.tensor([llm.encode(text, raw=True)])
         with torch.inference_mode():
             expected = model(ids).last_hidden_state[0].double().mean(0).numpy()
@@ -54,8 +54,8 @@ def test_the_mean_is_that_of_transformers(alone: list[np.ndarray]) -> None:
         assert native @ expected > 0.999 * np.linalg.norm(native) * np.linalg.norm(expected)
 
 
-def test_bits_do_not_depend_on_company_chunks_or_the_cache(alone: list[np.ndarray]) -> None:
+def test_bits_are_independent_of_batch_chunks_and_prefix_cache(alone: list[np.ndarray]) -> None:
     llm = LLM(NAME, EngineConfig(max_model_len=256, threads=1, max_num_batched_tokens=24, max_num_seqs=4))
-    for _ in range(2):  # the second time the beginnings are in the prefix cache
-        found = embedded(llm, TEXTS, beside=3)
+    for _ in range(2):  # in the second turn the prefixes are cached
+        found = embed(llm, TEXTS, beside=3)
         assert all(np.array_equal(found[number], vector) for number, vector in enumerate(alone))

@@ -1,4 +1,5 @@
-"""The engine's own promises: one forward a step, its budget, its state between steps, preemption, cache, errors."""
+"""The engine: one forward a step, token budget, state between steps, preemption, prefix cache, errors, sampling
+rules."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ from headstart.layers.network import FORWARD
 FAMILY = "mimo"
 
 
-class Spy:
-    """A backend that notes every pass: its plan, whether it is the trunk's, and how many operations it takes."""
+class RecordingBackend:
+    """A backend that records the plan of every pass, of trunk and head apart, and the number of operations."""
 
     def __init__(self, engine: Engine) -> None:
         self._backend, self._trunk = engine.runner.backend, engine.runner.trunk.programs[FORWARD]
@@ -35,7 +36,7 @@ class Spy:
         engine.runner.backend = self
 
     def run(self, program: Any, plan: StepPlan, **options: Any) -> Mapping[str, Any]:
-        counted = CountedOps()
+        counted = CountingOps()
         (self.trunk if program is self._trunk else self.head).append(plan)
         output = self._backend.run(lambda ops, step: program(counted.over(ops), step), plan, **options)
         if program is self._trunk:
@@ -50,13 +51,13 @@ class Spy:
         return getattr(self._backend, name)
 
 
-class CountedOps:
-    """`Ops` that counts its calls."""
+class CountingOps:
+    """`Ops` that counts the calls of its operations."""
 
     def __init__(self) -> None:
         self.count = 0
 
-    def over(self, ops: Any) -> CountedOps:
+    def over(self, ops: Any) -> CountingOps:
         self._ops = ops
         return self
 
@@ -81,9 +82,9 @@ def step(engine: Engine, outputs: Outputs | None = None) -> list[Delta]:
 # Passes.
 
 
-def test_one_forward_a_step_for_all_rows() -> None:
+def test_one_forward_per_step_serves_all_rows() -> None:
     engine = make(agreeing_model(FAMILY), drafter="mtp", depth=5, max_num_batched_tokens=64)
-    spy, mixes = Spy(engine), set()
+    spy, mixes = RecordingBackend(engine), set()
     for each in varied_requests(0.0):
         engine.submit(each)
     while engine.has_work:
@@ -105,17 +106,17 @@ def test_one_forward_a_step_for_all_rows() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("budget", "batch"), [(17, 8), (23, 3), (64, 64)])
-def test_budget_and_batch_are_kept(budget: int, batch: int) -> None:
+def test_passes_stay_within_token_budget_and_batch_size(budget: int, batch: int) -> None:
     engine = make(agreeing_model(FAMILY), drafter="mtp", depth=4, max_num_batched_tokens=budget, max_num_seqs=batch)
-    spy = Spy(engine)
+    spy = RecordingBackend(engine)
     run(engine, varied_requests(0.7))
     most = max(len(plan.row_starts) - 1 for plan in spy.trunk)
     assert budget // 2 < max(plan.num_rows for plan in spy.trunk) <= budget
     assert most == 3 if batch == 3 else most <= batch
 
 
-def test_drafts_starve_nobody() -> None:
-    """Eight sequences want six rows each of a budget of 17: every one still gets its token in each step."""
+def test_drafts_do_not_starve_other_sequences() -> None:
+    """Eight sequences ask for six rows each of a budget of 17: each still gets its token in every step."""
     engine = make(agreeing_model(FAMILY), drafter="none", depth=5, max_num_batched_tokens=17, kv_blocks=200)
     truth = run(engine, requests := [request(prompt_of(2, i), name=f"{i}", max_tokens=40, stops=()) for i in range(8)])
     engine.drafting.drafter = support.OracleDrafter(truth, 0, 0.2)
@@ -133,27 +134,27 @@ def test_drafts_starve_nobody() -> None:
     assert num_drafted
 
 
-def test_tokens_leave_before_the_next_draft() -> None:
+def test_tokens_are_delivered_before_the_next_draft() -> None:
     engine, events = make(headed_model(FAMILY), drafter="none", depth=2), []
     engine.step(lambda deltas: pytest.fail("delivered"))  # an idle step does nothing
     assert engine.runner.num_passes == 0
 
-    class Noted(support.OracleDrafter):
+    class RecordingDrafter(support.OracleDrafter):
         def propose(self, requests: Seq[DraftRequest]) -> None:
             events.append("propose")
 
-    engine.drafting.drafter = Noted({}, 0, 0)
+    engine.drafting.drafter = RecordingDrafter({}, 0, 0)
     engine.submit(request([5, 6], max_tokens=3, stops=()))
     while engine.has_work:
         engine.step(lambda deltas: events.append("deliver"))
-    assert events == ["deliver", "propose", "deliver", "deliver"]  # no draft when one token is left
+    assert events == ["deliver", "propose", "deliver", "deliver"]  # no draft if one token is left
 
 
 # State between steps.
 
 
 def check_state(engine: Engine) -> None:
-    """What core.Sequence promises between steps."""
+    """Checks the invariants of core.Sequence between steps."""
     for sequence in engine.scheduler.waiting:
         assert (sequence.num_computed, sequence.filled[0], len(sequence.block_table)) == (0, 0, 0)
         assert not sequence.draft.tokens
@@ -185,8 +186,8 @@ def states(engine: Engine, sequence: Sequence) -> dict[str, torch.Tensor]:
     return found
 
 
-def fresh(engine: Engine, tokens: list[int], num_computed: int, num_drafter: int) -> tuple[Engine, Sequence]:
-    """The same tokens computed at once by an engine that never drafted."""
+def fresh_prefill(engine: Engine, tokens: list[int], num_computed: int, num_drafter: int) -> tuple[Engine, Sequence]:
+    """The same tokens computed in one pass by an engine that never drafted."""
     other = make(headed_model(FAMILY), drafter="mtp", depth=1, enable_prefix_caching=False)
     sequence = support.new_sequence(other, tokens, computed=num_computed)
     if num_drafter > 1:
@@ -197,8 +198,8 @@ def fresh(engine: Engine, tokens: list[int], num_computed: int, num_drafter: int
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"kv_blocks": 16, "max_num_batched_tokens": 23}])
-def test_state_after_any_acceptance_is_that_of_a_fresh_prefill(settings: dict[str, Any]) -> None:
-    """Keys, values, hidden states and head rows hold no trace of rejected drafts, chunks, preemption or the cache."""
+def test_state_equals_that_of_a_fresh_prefill(settings: dict[str, Any]) -> None:
+    """Keys, values, hidden states and head rows hold no trace of rejected drafts, chunks, preemption or cache hits."""
     engine = make(headed_model(FAMILY), drafter="mtp", depth=4, **settings)
     requests, rng, checked = varied_requests(0.7), np.random.default_rng(0), 0
 
@@ -207,7 +208,7 @@ def test_state_after_any_acceptance_is_that_of_a_fresh_prefill(settings: dict[st
         check_state(engine)
         if rng.random() < 0.6 and engine.scheduler.running:
             sequence = engine.scheduler.running[rng.integers(len(engine.scheduler.running))]
-            other, again = fresh(engine, sequence.tokens, sequence.num_computed, sequence.filled[0])
+            other, again = fresh_prefill(engine, sequence.tokens, sequence.num_computed, sequence.filled[0])
             expected = states(other, again)
             for name, value in states(engine, sequence).items():
                 torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-9, msg=name)
@@ -220,7 +221,7 @@ def test_state_after_any_acceptance_is_that_of_a_fresh_prefill(settings: dict[st
 
 
 @pytest.mark.parametrize("drafter", ["ngram", "none"])
-def test_state_with_other_drafters(drafter: str) -> None:
+def test_state_invariants_hold_with_other_drafters(drafter: str) -> None:
     engine = make(headed_model(FAMILY), drafter=drafter, depth=4, kv_blocks=20, max_num_batched_tokens=31)
     run(engine, varied_requests(0.0), check_state)
 
@@ -249,8 +250,8 @@ def test_preempted_sequences_resume_with_the_same_text() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_reported_survives_preemption() -> None:
-    """Prompt logprobs come once; cached tokens and lookups are those of the first admission."""
+def test_reported_counts_survive_preemption() -> None:
+    """Prompt logprobs are delivered once; cached tokens and lookups are those of the first admission."""
     model = headed_model(FAMILY)
     extra = {"prompt_logprobs": 1, "max_tokens": 50, "stops": ()}
     requests = [request(prompt_of(40, i), name=f"{i}", **extra) for i in range(3)]
@@ -267,13 +268,13 @@ def test_what_is_reported_survives_preemption() -> None:
     assert (engine.scheduler.prefix_queries, engine.scheduler.prefix_hits) == (180, 0)
 
 
-# A text that another engine has begun.
+# Resuming a text of another engine.
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [FAMILY, "qwen3_5"])
-def test_any_engine_goes_on_with_a_text(family: str) -> None:
-    """Penalties, min_tokens, logprobs, ends and counts are those of one engine, wherever the text was cut."""
+def test_engine_resumes_a_text_of_another_engine(family: str) -> None:
+    """Penalties, min_tokens, logprobs, ends and counts equal those of one engine, for any cut."""
     model = headed_model(family)
     asked = request(
         prompt_of(20, 1), n=2, temperature=0.9, repetition_penalty=1.4, presence_penalty=0.5, min_tokens=20, logprobs=1,
@@ -299,7 +300,7 @@ def test_any_engine_goes_on_with_a_text(family: str) -> None:
 
 
 @pytest.mark.slow
-def test_prefix_hits_are_counted_and_change_nothing() -> None:
+def test_prefix_hits_are_counted_and_keep_the_text() -> None:
     model, prompt = headed_model(FAMILY), prompt_of(43, 1)
     engine = make(model, drafter="mtp", depth=3)
     settings = {"temperature": 0.8, "seed": 3, "max_tokens": 20, "stops": ()}
@@ -319,19 +320,19 @@ def test_prefix_hits_are_counted_and_change_nothing() -> None:
     assert engine.scheduler.prefix_hits == 0
 
 
-def test_output_of_one_turn_is_the_prefix_of_the_next() -> None:
+def test_output_of_a_turn_is_cached_for_the_next_turn() -> None:
     model, prompt = headed_model(FAMILY), prompt_of(20, 1)
     engine = make(model, drafter="mtp", depth=3)
     answer = run(engine, [request(prompt, max_tokens=30, stops=())])["r", 0].tokens
     longer = [*prompt, *answer, 7, 8, 9]
     sequence = engine.submit(request(longer, max_tokens=5, stops=()))[0]
     found = run(engine, [])
-    assert sequence.num_cached == 48  # of 49 computed positions
+    assert sequence.num_cached == 48  # 49 positions are computed
     assert_same(found, run(make(model, drafter="none"), [request(longer, max_tokens=5, stops=())]))
 
 
-def test_a_cache_made_without_drafts_serves_drafts() -> None:
-    """Blocks whose head rows are missing are filled when a later request drafts over them."""
+def test_prefix_cached_without_drafting_serves_drafts() -> None:
+    """Missing head rows of cached blocks are computed when a later request drafts."""
     model, prompt = agreeing_model(FAMILY), prompt_of(43, 1)
     settings = {"max_tokens": 20, "stops": ()}
     engine = make(model, drafter="mtp", depth=3)
@@ -346,7 +347,7 @@ def test_a_cache_made_without_drafts_serves_drafts() -> None:
 # Ends, depth.
 
 
-def test_max_tokens_and_context_are_limits() -> None:
+def test_max_tokens_and_context_length_end_the_text() -> None:
     engine = make(agreeing_model(FAMILY), drafter="mtp", depth=5, max_model_len=64)
     sizes = {"context": (50, 100, 14), "max": (5, 7, 7), "one left": (63, 9, 1), "one": (5, 1, 1)}
     found = run(engine, [request(prompt_of(length, 0), name=name, max_tokens=most, stops=())
@@ -355,7 +356,7 @@ def test_max_tokens_and_context_are_limits() -> None:
     assert [len(output.tokens) for output in found.values()] == [size for _, _, size in sizes.values()]
 
 
-def test_a_stop_id_inside_an_accepted_draft_ends_the_text() -> None:
+def test_stop_id_inside_an_accepted_draft_ends_the_text() -> None:
     engine = make(agreeing_model(FAMILY), drafter="none", depth=8)
     truth = run(engine, [request([5, 9], max_tokens=30, stops=())])
     tokens = truth["r", 0].tokens
@@ -366,7 +367,7 @@ def test_a_stop_id_inside_an_accepted_draft_ends_the_text() -> None:
     assert found.stats.accepted > 0
 
 
-def test_depth_of_a_request_wins() -> None:
+def test_depth_of_a_request_overrides_the_engine() -> None:
     engine = make(agreeing_model(FAMILY), drafter="mtp", depth=2)
     settings = {"max_tokens": 20, "stops": ()}
     found = run(engine, [request([5, 6, 7], name=str(depth), depth=depth, **settings) for depth in (None, 0, 1, 4)])
@@ -378,7 +379,7 @@ def test_depth_of_a_request_wins() -> None:
 # Abort, errors.
 
 
-def test_abort_frees_blocks_wherever_the_sequence_is() -> None:
+def test_abort_frees_blocks_of_waiting_and_running_sequences() -> None:
     engine = make(headed_model(FAMILY), drafter="mtp", depth=3, max_num_seqs=2)
     for i in range(4):
         engine.submit(request(prompt_of(20, i), name=f"{i}", n=2 if i == 0 else 1, max_tokens=30, stops=()))
@@ -431,7 +432,7 @@ BAD: dict[str, tuple[Request, type[HeadstartError], str]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", BAD)
-def test_a_refused_request_leaves_nothing_behind(case: str) -> None:
+def test_refused_request_leaves_no_state_behind(case: str) -> None:
     bad, error, message = BAD[case]
     engine = make(headed_model(FAMILY), drafter="mtp", depth=3)
     engine.submit(good := request([7, 8, 9], name="running", max_tokens=12, stops=()))
@@ -446,14 +447,14 @@ def test_a_refused_request_leaves_nothing_behind(case: str) -> None:
     assert_same(outputs, run(make(headed_model(FAMILY), drafter="none"), [good]))
 
 
-# Rule `rejection`: the distribution of plain sampling, the same text where nothing is random.
+# Rule `rejection`: same distribution as plain sampling, same text when greedy.
 
 SMALL_VOCAB = 5
 TEMPERATURE, TOP_K = 0.8, 4
 
 
 def processed(logits: np.ndarray) -> np.ndarray:
-    """Probabilities after temperature and top-k, by hand."""
+    """Probabilities after temperature and top-k, computed independently."""
     scaled = np.exp((logits - logits.max()) / TEMPERATURE)
     scaled[np.argsort(-logits, kind="stable")[TOP_K:]] = 0
     return scaled / scaled.sum()
@@ -478,11 +479,11 @@ def joint_of_three(prompt: tuple[int, ...]) -> np.ndarray:
 
 
 class JunkDrafter(support.OracleDrafter):
-    """One-hot drafts from nowhere."""
+    """Drafts fixed tokens as one-hot distributions."""
 
     def propose(self, requests: Seq[DraftRequest]) -> None:
         for sequence, depth in [(each.sequence, each.depth) for each in requests]:
-            # always the same ones: a uniform choice would average a wrong residual away
+            # fixed tokens: a uniform choice would average out a wrong residual
             sequence.draft = Draft([2, 3][:depth], method="junk")
 
 
@@ -490,8 +491,8 @@ class JunkDrafter(support.OracleDrafter):
 @pytest.mark.parametrize(
     ("drafter", "rule"), [("mtp", "rejection"), ("mtp, reduced", "rejection"), ("junk", "rejection"), ("mtp", "exact")]
 )
-def test_three_tokens_follow_the_distribution_of_plain_sampling(drafter: str, rule: str) -> None:
-    """Chi-square of the joint distribution of the first three tokens, the last two of them drafted."""
+def test_first_three_tokens_follow_the_plain_sampling_distribution(drafter: str, rule: str) -> None:
+    """Chi-square of the joint distribution; the second and third tokens are drafted."""
     prompt, runs = [3, 1, 4, 1], 6
     model = support.tiny_model(FAMILY, vocab_size=SMALL_VOCAB, num_hidden_layers=2)
     if drafter == "mtp, reduced":
@@ -525,7 +526,7 @@ def test_rejection_is_exact_when_greedy(drafter: str) -> None:
     assert_same(run(engine, requests), expected)
 
 
-def test_rejection_reports_the_logprobs_of_what_it_emits() -> None:
+def test_rejection_reports_logprobs_of_emitted_tokens() -> None:
     engine = make(agreeing_model(FAMILY), drafter="mtp", rule="rejection", depth=3)
     prompt = prompt_of(9, 2)
     found = run(engine, [request(prompt, temperature=1.0, logprobs=2, max_tokens=40, stops=(), n=3, seed=5)])
@@ -540,8 +541,8 @@ def test_rejection_reports_the_logprobs_of_what_it_emits() -> None:
 
 
 @pytest.mark.slow
-def test_rejection_does_not_depend_on_the_neighbours() -> None:
-    """Its text may depend on drafts, but these depend on the sequence alone."""
+def test_rejection_is_independent_of_the_batch() -> None:
+    """The text may depend on the drafts, and these depend on the sequence alone."""
     requests = varied_requests(0.9)
     engines = [make(agreeing_model(FAMILY), drafter="mtp", rule="rejection", max_num_seqs=n) for n in (1, 8)]
     assert_same(*(run(engine, requests) for engine in engines))

@@ -1,4 +1,4 @@
-"""A sequence that fails ends alone: its neighbours say what they would say without it."""
+"""A failing sequence ends alone: the texts of other sequences do not change."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def engine_of(backend: str, settings: dict[str, Any]) -> Engine:
     return make(MODELS[backend](), **{"backend": backend, "block_size": 16, **settings})
 
 
-def neighbours() -> list[Request]:
+def other_requests() -> list[Request]:
     return varied_requests(0.8)[:5]
 
 
-class Poisoned:
-    """A backend whose logits are NaN at a position of one request and from there on."""
+class NaNBackend:
+    """A backend that returns NaN logits for one request from a given position on."""
 
     def __init__(self, engine: Engine, seed: int, position: int) -> None:
         self._backend, self._seed, self._position = engine.runner.backend, seed, position
@@ -74,22 +74,22 @@ class Poisoned:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "settings"), CASES, ids=str)
-def test_logits_that_are_not_finite(backend: str, settings: dict[str, Any]) -> None:
-    alone = run(engine_of(backend, settings), neighbours())
+def test_nan_logits_end_only_their_sequence(backend: str, settings: dict[str, Any]) -> None:
+    alone = run(engine_of(backend, settings), other_requests())
     truth = run(engine_of(backend, {**settings, "drafter": "none"}), [BAD])["bad", 0]
     engine = engine_of(backend, settings)
-    poisoned = Poisoned(engine, BAD.seed, len(BAD.prompt_ids) + GOOD_TOKENS)
-    outputs = run(engine, [*neighbours()[:2], BAD, *neighbours()[2:]])
+    faulty_backend = NaNBackend(engine, BAD.seed, len(BAD.prompt_ids) + GOOD_TOKENS)
+    outputs = run(engine, [*other_requests()[:2], BAD, *other_requests()[2:]])
     bad = outputs.pop(("bad", 0))
     assert_same(outputs, alone)
-    assert poisoned.num_broken and (bad.finish_reason, bad.error) == ("error", NOT_FINITE)
+    assert faulty_backend.num_broken and (bad.finish_reason, bad.error) == ("error", NOT_FINITE)
     assert len(bad.tokens) == len(bad.logprobs) == GOOD_TOKENS and bad.stats is not None
     if "rule" not in settings:
         assert bad.tokens == truth.tokens[:GOOD_TOKENS] and bad.logprobs == truth.logprobs[:GOOD_TOKENS]
 
 
-class DeadEnd:
-    """A constraint that allows everything for a while, and then nothing."""
+class ExhaustedConstraint:
+    """A constraint that allows every token for `left` steps and then none."""
 
     done, accepting, error = False, False, ""
 
@@ -114,19 +114,21 @@ class DeadEnd:
     def rollback(self, count: int) -> None:
         self._left += count
 
-    def copy(self) -> DeadEnd:
-        return DeadEnd(self._left)
+    def copy(self) -> ExhaustedConstraint:
+        return ExhaustedConstraint(self._left)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "settings"), CASES, ids=str)
-def test_no_token_is_left(backend: str, settings: dict[str, Any]) -> None:
-    alone = run(engine_of(backend, settings), neighbours())
+def test_constraint_without_allowed_tokens_ends_only_its_sequence(backend: str, settings: dict[str, Any]) -> None:
+    alone = run(engine_of(backend, settings), other_requests())
     bad = [
-        request(prompt_of(9, 50), name=f"bad {left}", seed=7, temperature=t, constraint=DeadEnd(left), stops=())
+        request(
+            prompt_of(9, 50), name=f"bad {left}", seed=7, temperature=t, constraint=ExhaustedConstraint(left), stops=()
+        )
         for left, t in ((0, 0.0), (1, 1.0), (GOOD_TOKENS, 1.0))
     ]
-    outputs = run(engine_of(backend, settings), [bad[0], *neighbours(), *bad[1:]])
+    outputs = run(engine_of(backend, settings), [bad[0], *other_requests(), *bad[1:]])
     for each, left in zip(bad, (0, 1, GOOD_TOKENS), strict=True):
         found = outputs.pop((each.request_id, 0))
         assert (found.finish_reason, found.error, len(found.tokens)) == ("error", NOTHING_LEFT, left)
@@ -135,59 +137,59 @@ def test_no_token_is_left(backend: str, settings: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["exact", "rejection"])
-def test_a_head_that_fails_ends_its_draft_only(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nan_logits_of_the_head_end_only_the_draft(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings: dict[str, Any] = {"drafter": "mtp", "depth": 4, "rule": rule}
     whole = make(agreeing_model(FAMILY), **settings)
-    expected = run(whole, neighbours())
+    expected = run(whole, other_requests())
     engine = make(agreeing_model(FAMILY), **settings)
     draw = engine.runner.draw
 
-    def draw_two(logits: Any, entries: Any, token_ids: Any = None, **more: Any) -> Any:
+    def draw_with_nan(logits: Any, entries: Any, token_ids: Any = None, **more: Any) -> Any:
         broken = [row for row, (_, _, prefix) in enumerate(entries) if len(prefix) == 2]
         logits = logits.index_fill(0, logits.new_tensor(broken).long(), np.nan)
         return draw(logits, entries, token_ids, **more)
 
-    monkeypatch.setattr(engine.runner, "draw", draw_two)
-    outputs = run(engine, neighbours())
+    monkeypatch.setattr(engine.runner, "draw", draw_with_nan)
+    outputs = run(engine, other_requests())
     assert len(engine.stats.drafted_at) == 2 < len(whole.stats.drafted_at) and engine.stats.accepted > 10
     if rule == "exact":
         assert_same(outputs, expected)
 
 
-def test_slots_of_others_are_never_read() -> None:
-    """Blocks that a failed sequence left behind may hold NaN."""
+def test_unwritten_slots_are_never_read() -> None:
+    """Blocks left behind by a failed sequence may hold NaN."""
     engine = make(headed_model(FAMILY), drafter="mtp", depth=3)
     for handle in (engine.runner.trunk, *engine.runner.networks):
         for pool in handle.pools.kv:
             pool.keys.fill_(np.nan)
             pool.values.fill_(np.nan)
     engine.runner.trunk.pools.hidden.fill_(np.nan)
-    assert_same(run(engine, neighbours()), run(make(headed_model(FAMILY), drafter="none"), neighbours()))
+    assert_same(run(engine, other_requests()), run(make(headed_model(FAMILY), drafter="none"), other_requests()))
     assert engine.stats.drafted
 
 
-def dead_end() -> tuple[LLM, GrammarSpec, dict[int, float]]:
-    """A vocabulary that cannot spell 日, and a bias that leads there."""
+def unspellable_grammar() -> tuple[LLM, GrammarSpec, dict[int, float]]:
+    """A grammar with a character that the vocabulary cannot spell, and a logit bias that leads there."""
     llm = LLM(headed_model(FAMILY), EngineConfig(**{**support.SMALL, "dtype": "float64", "drafter": "mtp", "depth": 3}))
     (x,) = llm.tokenizer.encode("x")
     return llm, GrammarSpec("choice", ["x日", "the thing"]), {x: 100.0}
 
 
 @pytest.mark.slow
-def test_a_dead_end_of_the_grammar() -> None:
-    llm, spec, bias = dead_end()
+def test_grammar_that_cannot_continue_ends_only_its_sequence() -> None:
+    llm, spec, bias = unspellable_grammar()
     constraint = GrammarCompiler(llm.tokenizer, VOCAB).compile(spec)
     found: list[support.Outputs] = []
     for drafter in ("none", "mtp", "ngram"):
         bound = request([5, 6], name="bad", constraint=constraint, logit_bias=bias)
-        found.append(run(make(headed_model(FAMILY), drafter=drafter), [bound, *neighbours()]))
+        found.append(run(make(headed_model(FAMILY), drafter=drafter), [bound, *other_requests()]))
         assert_same(found[-1], found[0])
     bad = found[0]["bad", 0]
     assert (bad.tokens, bad.finish_reason) == (list(bias), "error") and "no text of this vocabulary" in bad.error
 
 
-def test_the_api_raises() -> None:
-    llm, spec, bias = dead_end()
+def test_api_raises_generation_error() -> None:
+    llm, spec, bias = unspellable_grammar()
     with pytest.raises(GenerationError, match="broke off after 1 token: no text of this vocabulary") as caught:
         llm.generate(["a"], SamplingParams(logit_bias=bias), constraint=spec)
     assert (status_of(caught.value).exit_code, status_of(caught.value).http) == (2, 400)

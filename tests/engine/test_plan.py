@@ -1,4 +1,4 @@
-"""The plan of a pass against its definition, row by row."""
+"""Step plans, compared with their definition row by row."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -25,7 +25,7 @@ PARTS = tuple(rows_of(name, *shape) for name, shape in enumerate(SHAPES, 1))
 
 @pytest.mark.parametrize("first_position", [0, 1])
 @pytest.mark.parametrize("parts", [PARTS, PARTS[:1], PARTS[::-1]], ids=["four", "one", "reversed"])
-def test_every_row_is_where_it_belongs(parts: tuple[Rows, ...], first_position: int) -> None:
+def test_slots_and_positions_of_every_row(parts: tuple[Rows, ...], first_position: int) -> None:
     plan = build_plan(parts, SIZE, first_position=first_position, hidden_offset=first_position or None)
     row, logit_rows = 0, []
     for i, part in enumerate(parts):
@@ -46,18 +46,18 @@ def test_every_row_is_where_it_belongs(parts: tuple[Rows, ...], first_position: 
     assert {a.dtype for a in vars(plan).values() if isinstance(a, np.ndarray)} == {np.dtype(np.int32)}
 
 
-def test_rows_of_a_block_see_its_end() -> None:
+def test_block_rows_see_the_end_of_the_block() -> None:
     first, block = PARTS[0], replace(PARTS[1], visible_end=14)
     plan = build_plan((first, block), SIZE)
     assert plan.paths is None and plan.visible_end.tolist() == [1, *[14] * 9]
     assert plan.positions.tolist() == [1, *range(3, 12)]
 
 
-def test_rows_of_a_tree_know_their_ancestors() -> None:
-    """Two guesses behind position 2, and behind the first one two more; slots are consecutive, positions are not."""
+def test_tree_rows_have_the_paths_of_their_ancestors() -> None:
+    """Two candidates follow position 2, and two more the first of these; slots are consecutive, positions are not."""
     chain, tree = PARTS[0], replace(rows_of(2, [5, 0, 9], 3, 5, 5), parents=(-1, -1, 0, 0, 2))
     plan = build_plan((tree, chain), SIZE)
     assert plan.positions.tolist() == [3, 3, 4, 4, 5, 1] and plan.slots.tolist()[:5] == [23, 0, 1, 2, 3]
     paths = [plan.paths.slots[a:b].tolist() for a, b in pairwise(plan.paths.starts)]
-    assert paths == [[], [0], [23, 1], [23, 2], [23, 1, 3], []]  # the first row's slot is where a chain's would be
+    assert paths == [[], [0], [23, 1], [23, 2], [23, 1, 3], []]  # the first row has the slot that a chain would use
     assert plan.visible_end.tolist() == plan.positions.tolist()

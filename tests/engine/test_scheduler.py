@@ -1,4 +1,4 @@
-"""The token budget: any number of rows per pass, down to one, gives the same text and lets everybody through."""
+"""The scheduler: any token budget, down to one row a pass, gives the same text and lets every request progress."""
 
 from functools import cache
 from typing import Any
@@ -35,8 +35,8 @@ def test_small_budgets_give_the_same_text(budget: int, drafter: str) -> None:
     def after(engine: Engine) -> None:
         rows.append(engine.runner.num_rows - sum(rows))
         assert len(engine.scheduler.running) <= budget
-        behind = engine.scheduler.running[:-1]
-        assert all(s.num_computed == len(s.tokens) - 1 for s in behind), "only the last is in its prompt"
+        earlier = engine.scheduler.running[:-1]
+        assert all(s.num_computed == len(s.tokens) - 1 for s in earlier), "only the last is in its prompt"
 
     assert_same(run(engine, requests(), after), plain_texts())
     assert max(rows) <= budget
@@ -46,8 +46,8 @@ def test_small_budgets_give_the_same_text(budget: int, drafter: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [1, 3, 6])
-def test_everybody_that_runs_gets_a_token_in_every_pass(budget: int) -> None:
-    """Drafts that want the whole budget leave the rows of those behind them; whoever has no row yet waits."""
+def test_every_running_sequence_advances_in_every_pass(budget: int) -> None:
+    """Long drafts leave rows for the sequences after them; sequences without a row wait."""
     model, many = agreeing_model(FAMILY), [request(prompt_of(4, i), name=f"{i}", max_tokens=15) for i in range(6)]
     truth = run(make(model, drafter="none"), many)
     engine = make(model, drafter="none", depth=8, max_num_batched_tokens=budget)
@@ -62,8 +62,8 @@ def test_everybody_that_runs_gets_a_token_in_every_pass(budget: int) -> None:
     assert (engine.drafting.drafter.proposed > 0) == (budget > 1)
 
 
-def test_without_chunked_prefill_a_prompt_is_one_pass() -> None:
-    """Other requests' tokens are in the same pass; prompts longer than the budget exceed it one at a time."""
+def test_prompt_is_one_pass_without_chunked_prefill() -> None:
+    """Tokens of other requests share the pass; a prompt longer than the budget exceeds it."""
     engine = make(agreeing_model(FAMILY), drafter="none", max_num_batched_tokens=5, enable_chunked_prefill=False)
     assert max({each.request_id: len(each.prompt_ids) for each in requests()}.values()) > 5
 
@@ -74,28 +74,30 @@ def test_without_chunked_prefill_a_prompt_is_one_pass() -> None:
     assert_same(run(engine, requests(), after), plain_texts())
 
 
-def crowd() -> list[Request]:
-    """Two of these, which begin alike, do not fit into 16 blocks."""
+def crowding_requests() -> list[Request]:
+    """Requests with a common prefix, of which two do not fit into 16 blocks."""
     prompts = [[*prompt_of(16, 9), *prompt_of(14, i)] for i in range(4)]
     settings: dict[str, Any] = {"temperature": 0.9, "max_tokens": 48, "stops": ()}
     return [request(prompt, name=f"{i}", seed=i, **settings) for i, prompt in enumerate(prompts)]
 
 
 @cache
-def plain_crowd() -> Outputs:
-    return run(make(headed_model(FAMILY), drafter="none", max_num_seqs=1, enable_prefix_caching=False), crowd())
+def plain_crowding_texts() -> Outputs:
+    return run(
+        make(headed_model(FAMILY), drafter="none", max_num_seqs=1, enable_prefix_caching=False), crowding_requests()
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [1, 2, 7])
 def test_small_budgets_with_preemption_and_prefix_hits(budget: int) -> None:
     engine = make(headed_model(FAMILY), drafter="mtp", depth=3, kv_blocks=16, max_num_batched_tokens=budget)
-    assert_same(run(engine, crowd()), plain_crowd())
+    assert_same(run(engine, crowding_requests()), plain_crowding_texts())
     assert (engine.scheduler.num_preemptions > 0) == (budget > 2), "two of these fit into the blocks"
     assert engine.scheduler.prefix_hits > 0
 
 
-def test_numpy_gives_the_logits_of_a_pass() -> None:
+def test_backend_numpy_returns_the_logits() -> None:
     engine = make(headed_model(FAMILY), drafter="none")
     sequence = support.new_sequence(engine, [5, 6, 7])
     logits = engine.runner.backend.numpy(engine.runner.forward([Span(sequence, 0, 3, 3)]).logits)

@@ -1,4 +1,4 @@
-"""One engine for several threads: the fair lock, what finalizers do, steps that fail."""
+"""One engine shared by several threads: the fair lock, dropped streams, failing steps."""
 
 import gc
 import threading
@@ -22,13 +22,13 @@ def small_llm(**settings: Any) -> LLM:
     return LLM(tiny_model("llama"), EngineConfig(**small | settings))
 
 
-def test_turns_are_fair() -> None:
-    """A thread that takes its turn in a loop, with nothing between, lets another one in after one turn at most."""
-    turns, order, stop = FairLock(), list[str](), threading.Event()
+def test_lock_is_fair() -> None:
+    """A thread that takes the lock in a loop lets a waiting thread in after at most one turn."""
+    lock, order, stop = FairLock(), list[str](), threading.Event()
 
     def greedy() -> None:
         while not stop.is_set():
-            with turns:
+            with lock:
                 order.append("greedy")
                 time.sleep(0.0005)
 
@@ -36,7 +36,7 @@ def test_turns_are_fair() -> None:
     thread.start()
     try:
         for _ in range(20):
-            with turns:
+            with lock:
                 order.append("other")
             begun = len(order)
             until(lambda begun=begun: len(order) > begun)
@@ -46,45 +46,45 @@ def test_turns_are_fair() -> None:
     assert order.count("other") == 20
 
 
-def test_turns_exclude_each_other() -> None:
-    turns, inside, most = FairLock(), list[int](), list[int]()
+def test_lock_is_exclusive_and_runs_deferred_calls() -> None:
+    lock, inside, most = FairLock(), list[int](), list[int]()
 
     def work(number: int) -> None:
         for _ in range(300):
-            with turns:
+            with lock:
                 inside.append(number)
                 most.append(len(inside))
                 inside.remove(number)
-            turns.call_soon(lambda: most.append(len(inside)) if not inside else most.append(9))
+            lock.call_soon(lambda: most.append(len(inside)) if not inside else most.append(9))
 
     in_threads(work, range(4))
     assert max(most) == 1
     assert len(most) == 4 * 300 * 2, "whatever is to be done soon is done"
     done = list[int]()
-    with turns:
-        turns.call_soon(lambda: done.append(1))
+    with lock:
+        lock.call_soon(lambda: done.append(1))
         assert not done
     assert done == [1]
-    turns.call_soon(lambda: done.append(2))
+    lock.call_soon(lambda: done.append(2))
     assert done == [1, 2]
 
 
-def test_an_interrupted_wait_leaves_the_turn_to_others() -> None:
-    turns, interrupted = FairLock(), threading.Event()
+def test_interrupted_wait_leaves_the_lock_free() -> None:
+    lock, interrupted = FairLock(), threading.Event()
 
     class Interrupt(BaseException):
         pass
 
-    def impatient() -> None:
-        honest = threading.Lock
+    def wait_interrupted() -> None:
+        original = threading.Lock
 
         class Lock:
             def __init__(self) -> None:
-                self._lock, self._count = honest(), 0
+                self._lock, self._count = original(), 0
 
             def acquire(self) -> None:
                 self._count += 1
-                if self._count == 2:  # the wait
+                if self._count == 2:  # the wait for the lock
                     raise Interrupt
                 self._lock.acquire()
 
@@ -93,29 +93,29 @@ def test_an_interrupted_wait_leaves_the_turn_to_others() -> None:
 
         threading.Lock = Lock
         try:
-            with turns:
+            with lock:
                 raise AssertionError("somebody else has it")
         except Interrupt:
             interrupted.set()
         finally:
-            threading.Lock = honest
+            threading.Lock = original
 
-    with turns:
-        thread = threading.Thread(target=impatient)
+    with lock:
+        thread = threading.Thread(target=wait_interrupted)
         thread.start()
         thread.join(10)
     assert interrupted.is_set()
-    with turns:
+    with lock:
         pass
 
 
-def test_a_stream_that_is_dropped_frees_its_sequence_wherever_it_dies() -> None:
-    """Also where the collector finds it in the middle of a step."""
+def test_dropped_stream_frees_its_sequence() -> None:
+    """The garbage collector may drop the stream in the middle of a step."""
     llm = small_llm()
     for inside in (False, True):
         held: list[Any] = [llm.stream([1, 2, 3], LONG)]
         next(held[0])
-        held.append(held)  # a circle: only the collector frees it
+        held.append(held)  # a reference cycle: only the garbage collector frees it
         if inside:
             step = llm.engine.step
 
@@ -131,7 +131,7 @@ def test_a_stream_that_is_dropped_frees_its_sequence_wherever_it_dies() -> None:
         assert not llm.shared.inboxes
 
 
-def test_a_step_that_fails_ends_every_text_that_was_in_it() -> None:
+def test_failed_step_ends_every_text_in_it() -> None:
     llm = small_llm()
     streams = [llm.stream([1, 2, number], LONG) for number in range(2)]
     for stream in streams:
@@ -151,7 +151,7 @@ def test_a_step_that_fails_ends_every_text_that_was_in_it() -> None:
     assert not llm.shared.inboxes and len(llm.generate([[1, 2]], LONG)[0].token_ids) == 60
 
 
-def test_a_held_stream_blocks_nobody() -> None:
+def test_paused_stream_does_not_block_others() -> None:
     llm = small_llm()
     alone, stream = llm.generate([[1, 2, 3], [7, 8]], LONG), llm.stream([1, 2, 3], LONG)
     tokens = list(next(stream).token_ids)

@@ -1,4 +1,4 @@
-"""Synthetic acceptance: rates met, decided by the seed alone, marked in every output, refused where texts matter."""
+"""Synthetic acceptance: rates, determinism by seed, marks in every output, refusal where the text matters."""
 
 import json
 from types import SimpleNamespace
@@ -23,24 +23,25 @@ from headstart.tools.verify.options import VerifyOptions
 RATES = "0.8,0.5,0.2"
 
 
-def test_rates_are_met() -> None:
-    """rates[i] is the share of drafts whose first i + 1 tokens are accepted; what follows the last rate never is."""
+def test_acceptance_rates_are_met() -> None:
+    """rates[i] is the share of drafts whose first i + 1 tokens are accepted; tokens after the last rate are
+    rejected."""
     verifier = SyntheticVerifier((0.8, 0.5, 0.2))
     accepted = np.array([verifier.verify([1] * 5, [0] * 6, 7, 0, 5 * i).num_accepted for i in range(4000)])
     np.testing.assert_allclose([(accepted > i).mean() for i in range(5)], (0.8, 0.5, 0.2, 0, 0), atol=0.025)
-    # The draft's tokens are emitted, though the model said others, then the model's own.
+    # Accepted draft tokens are emitted even if the model chose others; the next token is the model's.
     for rates, tokens in (((1.0, 1.0), (7, 8, 3)), ((1.0, 0.0), (7, 2)), ((0.0,), (1,))):
         assert SyntheticVerifier(rates).verify([7, 8], [1, 2, 3], 0, 0, 9) == VerifyResult(tokens, 2, len(tokens) - 1)
 
 
-def test_positions_choices_and_seeds_decide_apart() -> None:
+def test_acceptance_is_drawn_per_position_choice_and_seed() -> None:
     verifier = SyntheticVerifier((0.5,))
 
-    def decided(seed: int, choice: int) -> list[int]:
+    def num_accepted_by_position(seed: int, choice: int) -> list[int]:
         return [verifier.verify([1], [0, 0], seed, choice, place).num_accepted for place in range(200, 600)]
 
-    assert decided(1, 0) == decided(1, 0)
-    assert len({tuple(decided(*each)) for each in ((1, 0), (1, 1), (2, 0), (1 + 2**40, 0))}) == 4
+    assert num_accepted_by_position(1, 0) == num_accepted_by_position(1, 0)
+    assert len({tuple(num_accepted_by_position(*each)) for each in ((1, 0), (1, 1), (2, 0), (1 + 2**40, 0))}) == 4
 
 
 def outputs(prompts: int, **settings: Any) -> Any:
@@ -49,8 +50,8 @@ def outputs(prompts: int, **settings: Any) -> Any:
     return engine, run(engine, requests)
 
 
-def test_an_engine_accepts_what_its_model_does_not_say() -> None:
-    """A random head is hardly ever right."""
+def test_engine_accepts_drafts_at_the_set_rates() -> None:
+    """Drafts of this random head are almost never right."""
     engine, _ = outputs(4)
     at = np.array(engine.stats.per_position) / engine.stats.drafts
     np.testing.assert_allclose(at, (0.8, 0.5, 0.2), atol=0.12)
@@ -58,7 +59,7 @@ def test_an_engine_accepts_what_its_model_does_not_say() -> None:
 
 
 @pytest.mark.slow
-def test_company_and_preemption_change_nothing_and_logprobs_are_of_what_is_emitted() -> None:
+def test_batch_and_preemption_keep_tokens_and_logprobs_are_of_emitted_tokens() -> None:
     alone, together = outputs(3, max_num_seqs=1)[1], outputs(3, kv_blocks=20)[1]
     assert {key: each.tokens for key, each in alone.items()} == {key: each.tokens for key, each in together.items()}
     engine = make(headed_model("llama"), drafter="mtp", depth=3, synthetic_acceptance="1,1,1")
@@ -66,23 +67,23 @@ def test_company_and_preemption_change_nothing_and_logprobs_are_of_what_is_emitt
     assert [each.token for each in output.logprobs if each] == output.tokens
 
 
-def test_drafts_of_a_grammar_are_judged_by_the_model() -> None:
+def test_forced_grammar_tokens_are_verified_by_the_model() -> None:
     engine = make(headed_model("llama"), drafter="mtp", depth=3, synthetic_acceptance="0")
-    asked = request([5, 6], max_tokens=12, stops=())
-    plain = run(make(headed_model("llama"), drafter="none"), [asked])
+    submitted = request([5, 6], max_tokens=12, stops=())
+    plain = run(make(headed_model("llama"), drafter="none"), [submitted])
 
-    class Forced(OracleDrafter):
+    class ForcedDrafter(OracleDrafter):
         def propose(self, requests: Any) -> None:
             super().propose(requests)
             for each in requests:
                 each.sequence.draft.method = FORCED
 
-    engine.drafting.drafter = Forced(plain, 0, 0.0)
-    assert run(engine, [asked])["r", 0].tokens == plain["r", 0].tokens
+    engine.drafting.drafter = ForcedDrafter(plain, 0, 0.0)
+    assert run(engine, [submitted])["r", 0].tokens == plain["r", 0].tokens
     assert engine.drafting.drafter.proposed > 3 and engine.stats.passes < 12
 
 
-def test_metrics_and_summary_say_so_and_off_leaves_no_trace() -> None:
+def test_metrics_and_summary_report_synthetic_acceptance_only_if_enabled() -> None:
     engine, _ = outputs(1)
     metrics = ServerMetrics(engine, "m", Admission(Accounts(), 1)).registry.collect()
     samples = [sample for metric in metrics for sample in metric.samples]
@@ -96,14 +97,14 @@ def test_metrics_and_summary_say_so_and_off_leaves_no_trace() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a", "0.5,0.6", "1.1", "-0.1", "nan", "0.5;0.4", ",".join(["0.5"] * 17)])
-def test_wrong_rates(text: str) -> None:
+def test_invalid_rates_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--synthetic-acceptance is"):
         EngineConfig(synthetic_acceptance=text)
     with pytest.raises(UsageError, match="--rule rejection"):
         EngineConfig(synthetic_acceptance="0.5", rule="rejection")
 
 
-def test_vllms_spelling() -> None:
+def test_vllm_speculative_config_is_parsed() -> None:
     rates = {"method": "mtp", "synthetic_acceptance_rates": [0.8, 0.5]}
     found = parse_speculative_config(json.dumps({**rates, "rejection_sample_method": "synthetic"}))
     assert EngineConfig(**found).synthetic_rates == (0.8, 0.5)
@@ -114,7 +115,7 @@ def test_vllms_spelling() -> None:
 
 
 @pytest.mark.parametrize("command", ["verify", "demo", "chat", "tune", "data --out x", "bench step"])
-def test_refused_where_texts_matter(command: str, monkeypatch: Any, capsys: Any) -> None:
+def test_commands_that_need_true_text_refuse_synthetic_acceptance(command: str, monkeypatch: Any, capsys: Any) -> None:
     monkeypatch.setattr("sys.argv", ["headstart", *command.split(), "--synthetic-acceptance", "0.5"])
     assert main() == 2 and "load tests" in capsys.readouterr().err
     with pytest.raises(UsageError, match="changes the model's text"):

@@ -1,4 +1,4 @@
-"""Judging: prefixes, the distribution of rule `rejection`, and its reduction to exact match for greedy rows."""
+"""Verification of drafts by the rules `exact` and `rejection`."""
 
 import itertools
 
@@ -20,7 +20,7 @@ Q = np.array([[0.2, 0.3, 0.4, 0.1, 0.0], [0.1, 0.1, 0.1, 0.6, 0.1]])
     ([1, 2, 3], [1, 7, 3, 8], (1, 7), 1),
     ([1, 2, 3], [1, 2, 3, 8], (1, 2, 3, 8), 3),
 ])  # fmt: skip
-def test_exact(draft, targets, tokens, accepted):
+def test_verify_exact(draft, targets, tokens, accepted):
     assert verify_exact(draft, targets) == VerifyResult(tokens, len(draft), accepted)
     assert verify_exact(draft, np.array(targets)).tokens == tokens
 
@@ -32,7 +32,8 @@ def chi_square(counts, probs):
 
 
 def first_tokens(q, runs=2500):
-    """Counts of the first emitted token, over seeds; the draft is drawn from q with noise of its own."""
+    """Counts of the first emitted token and its acceptance rate over seeds; the draft is drawn from q with separate
+    noise."""
     counts, accepted = np.zeros(5), 0
     for seed in range(runs):
         token = draw(Q[0], seed + 10**9, 11, 0, philox.TOKEN) if q is not None else 1
@@ -44,14 +45,14 @@ def first_tokens(q, runs=2500):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("q", [Q[:1], None], ids=["probs", "one-hot"])
-def test_first_token_follows_the_target(q):
+def test_first_token_follows_the_target_distribution(q):
     counts, rate = first_tokens(q)
     assert chi_square(counts, P[0]) < 16.3  # 3 degrees of freedom: p = 0.001
     assert abs(rate - (np.minimum(P[0], Q[0]).sum() if q is not None else P[0][1])) < 0.03
 
 
 @pytest.mark.slow
-def test_bonus_follows_the_target():
+def test_bonus_token_follows_the_target_distribution():
     counts = np.zeros(5)
     for seed in range(1500):
         result = verify_rejection(Draft([0], P[:1]), P, seed, 0, 5)  # q = p: never rejected
@@ -61,7 +62,7 @@ def test_bonus_follows_the_target():
 
 
 @pytest.mark.slow
-def test_greedy_rows_are_exact_match():
+def test_rejection_of_greedy_rows_equals_exact_match():
     rng = np.random.default_rng(0)
     for seed in range(200):
         targets, draft = rng.integers(0, 3, 4), rng.integers(0, 3, 3).tolist()
@@ -71,13 +72,13 @@ def test_greedy_rows_are_exact_match():
     assert verify_rejection(Draft(), P[:1], 3, 0, 9).tokens == (draw(P[0], 3, 9, 0, philox.TOKEN),)  # no draft
 
 
-def test_choices_and_positions_have_their_own_noise():
+def test_noise_differs_by_position_choice_and_stream():
     weights = np.full(1000, 1e-3)
     places = itertools.product(range(4), range(4), (philox.TOKEN, philox.RESIDUAL))
     assert len({draw(weights, 1, position, choice, stream) for position, choice, stream in places}) > 20
 
 
-def test_pruned_draw_is_the_full_argmax():
+def test_pruned_draw_equals_the_full_argmax():
     rng = np.random.default_rng(1)
     for seed in range(50):
         weights = np.exp(rng.normal(0, rng.uniform(0.1, 12), 300)) * (rng.random(300) < 0.7)
@@ -89,18 +90,18 @@ def test_pruned_draw_is_the_full_argmax():
 
 
 @pytest.mark.slow
-def test_noise_that_drew_the_draft_is_not_used_again() -> None:
-    """The engine's drafter draws with the token noise of the request's own seed. What is drawn after it, instead of a
-    rejected token or as a bonus, must know nothing of that noise."""
+def test_draft_noise_is_not_reused() -> None:
+    """The drafter draws with the token noise of the request's seed. Recovered and bonus tokens must be independent of
+    that noise."""
     q, p = np.array([0.5, 0.3, 0.1, 0.1]), np.array([0.1, 0.4, 0.25, 0.25])
-    instead, bonus = np.zeros(4), np.zeros((4, 4))
+    recovered, bonus = np.zeros(4), np.zeros((4, 4))
     for seed in range(2000):
         token = draw(q, seed, 11, 0, philox.TOKEN)
         first = verify_rejection(Draft([token], q[None]), np.stack([p, p]), seed, 0, 11)
         if not first.num_accepted:
-            instead[first.tokens[0]] += 1
+            recovered[first.tokens[0]] += 1
         if seed < 800:
             bonus[verify_rejection(Draft([token], q[None]), np.stack([q, p]), seed, 0, 11).tokens] += 1
     rest = np.maximum(p - q, 0)
-    assert chi_square(instead, rest / rest.sum()) < 13.8  # 2 degrees of freedom: p = 0.001
+    assert chi_square(recovered, rest / rest.sum()) < 13.8  # 2 degrees of freedom: p = 0.001
     assert chi_square(bonus.ravel(), np.outer(q, p).ravel()) < 37.7  # 15 degrees of freedom: p = 0.001

@@ -1,4 +1,4 @@
-"""Draft vocabularies of heads that have none: the texts stay the same, measurements are kept, bad values are named."""
+"""Draft vocabularies for heads without one: texts stay the same, sketches are cached, invalid values are refused."""
 
 import json
 from dataclasses import replace
@@ -19,7 +19,7 @@ from headstart.layers.linear import sketch_directions
 
 @pytest.fixture
 def sketches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Vocabularies of any size are sketched, and the cheapest sketch will do."""
+    """Enables sketches for any vocabulary size and accepts the cheapest one; gives the cache folder."""
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path))
     for name, value in {"MIN_VOCAB": 1, "CANDIDATES": ((8, 1),), "MIN_AGREEMENT": 0.0, "MAX_TIME_SHARE": 1e9}.items():
         monkeypatch.setattr(vocabulary, name, value)
@@ -35,7 +35,7 @@ def texts(model: Model, **settings: Any) -> tuple[Any, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
-def test_texts_are_the_same_with_any_draft_vocabulary(sketches: Path, family: str) -> None:
+def test_draft_vocabulary_keeps_the_texts(sketches: Path, family: str) -> None:
     model = support.agreeing_model(family)
     full, engine = texts(model, draft_vocab="full")
     assert engine.drafting.num_vocab == model.config.vocab_size
@@ -49,7 +49,7 @@ def test_texts_are_the_same_with_any_draft_vocabulary(sketches: Path, family: st
 
 
 @pytest.mark.slow
-def test_heads_with_an_lm_head_and_without_ids(sketches: Path) -> None:
+def test_head_with_its_own_lm_head_uses_a_sketch(sketches: Path) -> None:
     model = support.headed_model("qwen3", "eagle3")
     assert model.head and model.head.lm_head and model.head.draft_token_ids is None
     (plain, _), (found, engine) = texts(model, draft_vocab="full"), texts(model)
@@ -59,18 +59,18 @@ def test_heads_with_an_lm_head_and_without_ids(sketches: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["eagle3", "block"])
-def test_a_list_is_rows_of_the_lm_head(kind: str) -> None:
-    """What is drafted is what a head with that draft vocabulary of its own drafts."""
+def test_reduced_vocabulary_selects_rows_of_the_lm_head(kind: str) -> None:
+    """Drafts equal those of a head whose checkpoint has the same draft vocabulary."""
     model = support.tiny_model("qwen3", num_hidden_layers=2)
-    free = support.make_eagle3(model) if kind == "eagle3" else support.make_block(model)
-    ids = vocabulary.reduced_vocabulary(replace(model, head=free), 40).token_ids
+    unreduced = support.make_eagle3(model) if kind == "eagle3" else support.make_block(model)
+    ids = vocabulary.reduced_vocabulary(replace(model, head=unreduced), 40).token_ids
     if kind == "eagle3":
         spec = support.eagle3_spec(model, (0, 1))
         arrays = support.eagle3_arrays(model, spec)
         own = support.head_of(model, spec, {**arrays, "lm_head.weight": arrays["lm_head.weight"][ids]}, ids.tolist())
     else:
         own = support.make_block(model, ids.tolist())
-    pairs = ((own, "full"), (free, 40))
+    pairs = ((own, "full"), (unreduced, 40))
     found = [texts(replace(model, head=head), draft_vocab=wanted, drafter=kind) for head, wanted in pairs]
     support.assert_same(found[0][0], found[1][0])
     engines = [engine for _, engine in found]
@@ -80,7 +80,7 @@ def test_a_list_is_rows_of_the_lm_head(kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("facts", [{}, {"causal": False, "anchor_predicts": False}, {"markov_rank": 8}], ids=str)
-def test_a_block_drafter_drafts_by_a_sketch(sketches: Path, facts: dict[str, Any]) -> None:
+def test_block_drafter_uses_a_sketch(sketches: Path, facts: dict[str, Any]) -> None:
     model = support.tiny_model("qwen3", softness=0.1, num_hidden_layers=2)
     model = replace(model, head=support.make_block(model, **facts))
     (plain, _), (found, engine) = (texts(model, draft_vocab=each, drafter="block") for each in ("full", "auto"))
@@ -91,19 +91,19 @@ def test_a_block_drafter_drafts_by_a_sketch(sketches: Path, facts: dict[str, Any
 
 
 @pytest.mark.parametrize("anchor_predicts", [True, False])
-def test_states_of_blocks_are_those_of_drafts(anchor_predicts: bool) -> None:
-    """What the LM head says of them is what the drafter drafts behind the same text."""
+def test_sampled_states_of_blocks_equal_those_of_drafts(anchor_predicts: bool) -> None:
+    """The LM head maps the states to the tokens that the drafter drafts after the same text."""
     model = support.tiny_model("qwen3", num_hidden_layers=2)
     model = replace(model, head=support.make_block(model, anchor_predicts=anchor_predicts))
     engine = support.make(model, depth=5, drafter="block", draft_vocab="full")
     drafter, drafts = engine.drafting.drafter, list[list[int]]()
     propose = drafter.propose
 
-    def noted(requests: Any) -> None:
+    def recording_propose(requests: Any) -> None:
         propose(requests)
         drafts.append(list(requests[0].sequence.draft.tokens))
 
-    drafter.propose = noted
+    drafter.propose = recording_propose
     size = 5 if anchor_predicts else 6
     prompt = list(range(3, 3 + 2 * size))
     output = support.run(engine, [support.request(prompt, max_tokens=8, stops=(), temperature=0.0)])["r", 0]
@@ -115,26 +115,26 @@ def test_states_of_blocks_are_those_of_drafts(anchor_predicts: bool) -> None:
     support.assert_clean(engine)
 
 
-def test_who_drafts_all_tokens_says_so() -> None:
+def test_drafters_of_all_tokens_refuse_a_draft_vocabulary() -> None:
     cases = {"block": "its Markov head covers all tokens", "draft_model": "a draft model drafts all tokens"}
-    for kind, said in cases.items():
-        with pytest.raises(UsageError, match=f"--draft-vocab is 40, but {said}"):
+    for kind, reason in cases.items():
+        with pytest.raises(UsageError, match=f"--draft-vocab is 40, but {reason}"):
             support.make(support.headed_model("qwen3", kind), depth=3, draft_vocab=40)
 
 
-def test_what_was_measured_is_kept(sketches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sketch_is_stored_and_reused(sketches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = support.agreeing_model("qwen3")
     support.make(model, depth=3)
     assert [path.suffix for path in sorted((sketches / "sketches").iterdir())] == [".json", ".npy"]
     with monkeypatch.context() as patch:
-        patch.setattr(vocabulary, "_states", None)  # nothing is written or measured again
+        patch.setattr(vocabulary, "_states", None)  # no states are computed again
         assert support.make(model, depth=3).drafting.num_vocab == 32
     next((sketches / "sketches").glob("*.npy")).write_bytes(b"damaged")
-    assert support.make(model, depth=3).drafting.num_vocab == 32  # made again
+    assert support.make(model, depth=3).drafting.num_vocab == 32  # replaced
 
 
 @pytest.mark.parametrize("change", [{"MIN_AGREEMENT": 1.1}, {"MAX_TIME_SHARE": 0.0}, {"MIN_VOCAB": 1 << 20}])
-def test_the_full_vocabulary_where_a_sketch_does_not_pay(
+def test_full_vocabulary_is_used_if_a_sketch_does_not_pay(
     sketches: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, float]
 ) -> None:
     for name, value in change.items():
@@ -144,14 +144,14 @@ def test_the_full_vocabulary_where_a_sketch_does_not_pay(
         assert support.make(model, depth=3).drafting.num_vocab == model.config.vocab_size
 
 
-def test_a_cache_that_cannot_be_written(sketches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_cache_is_tolerated(sketches: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (sketches / "file").write_text("")
     monkeypatch.setattr(hub, "record_path", lambda folder, facts: sketches / "file" / "x.json")
     model = support.agreeing_model("qwen3")
     assert support.make(model, depth=3).drafting.num_vocab in (32, model.config.vocab_size)
 
 
-def test_bad_values_are_named() -> None:
+def test_invalid_draft_vocab_is_refused() -> None:
     model = support.agreeing_model("qwen3")
     vocab = model.config.vocab_size
     with pytest.raises(UsageError, match=f"--draft-vocab is {vocab + 1}, but the model has {vocab} tokens"):
@@ -164,8 +164,8 @@ def test_bad_values_are_named() -> None:
             EngineConfig(draft_vocab=value)
 
 
-def test_directions_are_those_of_the_states() -> None:
-    """States in few directions need as many dimensions, whatever else the rows hold."""
+def test_sketch_directions_follow_the_states() -> None:
+    """States in a subspace of 4 dimensions need 4 directions, whatever else the rows hold."""
     rng = np.random.default_rng(0)
     few = rng.standard_normal((4, 48)).astype(np.float32)
     states = rng.standard_normal((500, 4)).astype(np.float32) @ few

@@ -1,4 +1,4 @@
-"""Who comes next: shares of owners, priorities, and what was preempted; never a difference in a text."""
+"""The waiting queue: shares of owners, priorities and preempted sequences decide the order, never the text."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,12 +12,12 @@ FAMILY = "mimo"
 
 
 def sequence(owner: str, order: int, prompt: int = 10, **more: Any) -> Sequence:
-    asked = replace(request(prompt_of(prompt, order), name=f"{order}"), owner=owner, **more)
-    return Sequence(asked, 0, list(asked.prompt_ids), order)
+    submitted = replace(request(prompt_of(prompt, order), name=f"{order}"), owner=owner, **more)
+    return Sequence(submitted, 0, list(submitted.prompt_ids), order)
 
 
-def served(waiting: WaitingQueue, count: int, output: int = 0) -> str:
-    """Owners in the order in which they are taken; each writes so many tokens and ends."""
+def serve(waiting: WaitingQueue, count: int, output: int = 0) -> str:
+    """Owners in the order in which they are served; each writes `output` tokens and ends."""
     order = ""
     for _ in range(count):
         first = waiting.first()
@@ -34,11 +34,11 @@ def queue_of(*sequences: Sequence) -> WaitingQueue:
     return waiting
 
 
-def filled(owners: str) -> WaitingQueue:
+def queue_of_owners(owners: str) -> WaitingQueue:
     return queue_of(*(sequence(owner, order) for order, owner in enumerate(owners)))
 
 
-def emptied(waiting: WaitingQueue) -> list[Sequence]:
+def drain(waiting: WaitingQueue) -> list[Sequence]:
     taken = []
     while waiting:
         taken.append(waiting.first())
@@ -46,33 +46,33 @@ def emptied(waiting: WaitingQueue) -> list[Sequence]:
     return taken
 
 
-def test_without_owners_it_is_first_come_first_served() -> None:
+def test_requests_without_owner_are_first_come_first_served() -> None:
     many = [sequence("", order) for order in range(5)]
     waiting = queue_of(*many)
     waiting.remove(many.pop(2))
-    assert [each.order for each in waiting] == [0, 1, 3, 4] and emptied(waiting) == many
+    assert [each.order for each in waiting] == [0, 1, 3, 4] and drain(waiting) == many
 
 
-def test_owners_take_turns_however_many_requests_one_has() -> None:
-    assert served(filled("aaaaaaab"), 8) == "abaaaaaa" and served(filled("aaaabbbb"), 8) == "abababab"
+def test_owners_take_turns_regardless_of_request_counts() -> None:
+    assert serve(queue_of_owners("aaaaaaab"), 8) == "abaaaaaa" and serve(queue_of_owners("aaaabbbb"), 8) == "abababab"
 
 
-def test_shares_and_long_texts_count_for_what_they_are() -> None:
+def test_turns_are_weighted_by_tokens_and_shares() -> None:
     waiting = queue_of(*(sequence(*each) for i in range(8) for each in (("a", i, 30), ("b", 10 + i, 10))))
-    assert served(waiting, 8) == "abbbabbb"
+    assert serve(waiting, 8) == "abbbabbb"
     half = [sequence("b", 10 + order) for order in range(9)]
-    assert served(queue_of(*(sequence("a", order, share=2.0) for order in range(9)), *half), 9).count("a") == 6
+    assert serve(queue_of(*(sequence("a", order, share=2.0) for order in range(9)), *half), 9).count("a") == 6
 
 
-def test_who_was_away_cannot_save_up_turns() -> None:
-    waiting = filled("aaaaaaaaaa")
-    assert served(waiting, 5) == "aaaaa"
+def test_idle_owners_do_not_accumulate_turns() -> None:
+    waiting = queue_of_owners("aaaaaaaaaa")
+    assert serve(waiting, 5) == "aaaaa"
     for order in range(20, 25):
         waiting.add(sequence("b", order))
-    assert served(waiting, 6).count("b") == 3
+    assert serve(waiting, 6).count("b") == 3
 
 
-def test_what_runs_counts_while_it_is_written() -> None:
+def test_tokens_of_running_sequences_count_immediately() -> None:
     running = [sequence("a", 0)]
     waiting = WaitingQueue(running)
     for order, owner in enumerate("ab", 1):
@@ -82,35 +82,37 @@ def test_what_runs_counts_while_it_is_written() -> None:
     assert waiting.first().request.owner == "b"
 
 
-def test_an_idle_engine_owes_nobody_anything() -> None:
-    waiting = filled("aaa")
-    served(waiting, 3, output=1000)
+def test_idle_engine_resets_the_accounts() -> None:
+    waiting = queue_of_owners("aaa")
+    serve(waiting, 3, output=1000)
     waiting.add(sequence("b", 4))
-    served(waiting, 1)
+    serve(waiting, 1)
     for order, owner in enumerate("ab", 5):
         waiting.add(sequence(owner, order))
-    assert served(waiting, 2) == "ab"
+    assert serve(waiting, 2) == "ab"
 
 
-def test_priorities_come_first_and_the_preempted_before_their_equals() -> None:
+def test_priority_orders_first_then_preempted_sequences() -> None:
     plain, urgent, back = sequence("a", 0), sequence("b", 1, priority=-1), sequence("a", 2)
     waiting = queue_of(plain, urgent)
     waiting.put_back(back)
-    assert len(waiting) == 3 and back in waiting and emptied(waiting) == [urgent, back, plain]
+    assert len(waiting) == 3 and back in waiting and drain(waiting) == [urgent, back, plain]
 
 
-def test_priority_decides_who_is_preempted_and_no_text() -> None:
-    """Few blocks: those of the last priority give way, though they came first."""
+def test_priority_selects_the_preempted_sequence_and_keeps_texts() -> None:
+    """With few blocks the sequences of lowest priority are preempted, though they came first."""
     model = headed_model(FAMILY)
-    asked = [request(prompt_of(14, i), name=f"{i}", seed=i, temperature=0.9, max_tokens=40, stops=()) for i in range(3)]
-    expected = run(make(model, drafter="none", max_num_seqs=1), asked)
+    submitted = [
+        request(prompt_of(14, i), name=f"{i}", seed=i, temperature=0.9, max_tokens=40, stops=()) for i in range(3)
+    ]
+    expected = run(make(model, drafter="none", max_num_seqs=1), submitted)
     engine = make(model, drafter="mtp", depth=3, kv_blocks=16, max_num_batched_tokens=16)
     outputs: Outputs = {}
-    for each in asked[:2]:
+    for each in submitted[:2]:
         engine.submit(each)
     for _ in range(6):
         engine.step(lambda deltas: collect(outputs, deltas))
-    engine.submit(replace(asked[2], priority=-1))
+    engine.submit(replace(submitted[2], priority=-1))
     preempted: set[str] = set()
     while engine.has_work:
         engine.step(lambda deltas: collect(outputs, deltas))
