@@ -1,8 +1,7 @@
-"""Blocks and memory against a model that remembers what was written into every slot.
+"""KV cache blocks against a model that remembers what was written into every slot.
 
-A slot's content is named by the tokens up to its position: what a trunk (or a head) computed there depends on nothing
-else. Sequences over two tokens share prefixes all the time.
-"""
+A slot's content is named by the tokens up to its position, since the trunk or a head computes it from these alone.
+Sequences over two tokens share prefixes often."""
 
 from typing import Any
 
@@ -24,8 +23,8 @@ def new_sequence(tokens: list[int], **params: Any) -> Sequence:
     return Sequence(request(tokens, stops=(), **params), 0, list(tokens), 0)
 
 
-class MemoryMachine(RuleBasedStateMachine):
-    """Steps of the engine on a few sequences, in any order."""
+class KVCacheMachine(RuleBasedStateMachine):
+    """Engine steps on a few sequences in any order."""
 
     sequences = Bundle("sequences")
     tokens = st.lists(st.integers(0, 1), min_size=1, max_size=20)
@@ -34,16 +33,16 @@ class MemoryMachine(RuleBasedStateMachine):
         super().__init__()
         self.memory = KVCacheManager(NUM_BLOCKS, SIZE)
         self.live: list[Sequence] = []
-        self.trunk: dict[int, Prefix] = {}  # slot -> what it holds
+        self.trunk: dict[int, Prefix] = {}  # slot -> tokens up to its position
         self.head: dict[int, Prefix] = {}
-        self.begins = dict[Sequence, int]()  # where what the head holds of a sequence begins, if not at its first pair
+        self.head_start = dict[Sequence, int]()  # first position filled by the head, if not the first pair
         self.junk = 0
 
     def slot(self, sequence: Sequence, position: int) -> int:
         return sequence.block_table[position // SIZE] * SIZE + position % SIZE
 
     def write(self, into: dict[int, Prefix], sequence: Sequence, positions: range, *, junk: bool = False) -> None:
-        """Compute rows. Rows of drafts are junk, each of its own kind."""
+        """Computes rows. Each row of a draft is junk of its own."""
         for position in positions:
             slot = self.slot(sequence, position)
             owners = [other for other in self.live if slot // SIZE in other.block_table]
@@ -54,14 +53,14 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(target=sequences, tokens=tokens)
     def arrive(self, tokens: list[int]) -> Any:
         sequence = new_sequence(tokens)
-        cached = self.memory.attach_prefix(sequence)
-        assert cached == sequence.num_computed < len(tokens) and cached % SIZE == 0
+        num_cached = self.memory.attach_prefix(sequence)
+        assert num_cached == sequence.num_computed < len(tokens) and num_cached % SIZE == 0
         self.live.append(sequence)
         return sequence
 
     @rule(sequence=sequences, rows=st.integers(1, 9))
     def prefill(self, sequence: Sequence, rows: int) -> None:
-        """A chunk that leaves the last token to be computed."""
+        """Computes a chunk, never the last token."""
         end = min(sequence.num_computed + rows, len(sequence.tokens) - 1)
         before = list(sequence.block_table)
         if not self.memory.reserve(sequence, end):
@@ -74,27 +73,27 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @rule(sequence=sequences, draft=st.integers(0, 4), new=st.lists(st.integers(0, 1), min_size=1, max_size=5))
     def decode(self, sequence: Sequence, draft: int, new: list[int]) -> None:
-        """Compute all that is pending and a draft, of which len(new) - 1 tokens are accepted."""
+        """Computes all pending tokens and a draft, of which len(new) - 1 tokens are accepted."""
         new, length = new[: draft + 1], len(sequence.tokens)
         if length + draft > MAX_LENGTH or not self.memory.reserve(sequence, length + draft):
             return
         self.write(self.trunk, sequence, range(sequence.num_computed, length))
         sequence.tokens += new
-        computed = len(sequence.tokens) - 1
-        self.write(self.trunk, sequence, range(length, computed))
-        self.write(self.trunk, sequence, range(computed, length + draft), junk=True)
-        sequence.num_computed = computed
+        end = len(sequence.tokens) - 1
+        self.write(self.trunk, sequence, range(length, end))
+        self.write(self.trunk, sequence, range(end, length + draft), junk=True)
+        sequence.num_computed = end
         self.memory.commit(sequence)
 
     @rule(sequence=sequences, depth=st.integers(1, 4), chunk=st.integers(1, 30), reach=st.integers(0, 12))
     def propose(self, sequence: Sequence, depth: int, chunk: int, reach: int) -> None:
-        """The head fills true pairs, in chunks, as far back as it reaches (0: all), then writes guesses after them."""
+        """The head fills true pairs in chunks, `reach` positions back (0: all), then writes drafted pairs."""
         length = len(sequence.tokens)
         if sequence.num_computed < length - 1 or not self.memory.reserve(sequence, length + depth):
             return
         start, far = max(sequence.filled[HEAD], 1), (length - reach) // SIZE * SIZE if reach else 0
         if far > start:
-            start = self.begins[sequence] = far
+            start = self.head_start[sequence] = far
         while start < length:
             end = min(start + chunk, length)
             self.write(self.head, sequence, range(start, end))
@@ -110,9 +109,9 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @rule(target=sequences, sequence=consumes(sequences))
     def preempt(self, sequence: Sequence) -> Any:
-        """Give all back and start again from what is still cached."""
+        """Releases all blocks and starts again from the cached prefix."""
         self.memory.release(sequence)
-        self.begins.pop(sequence, None)
+        self.head_start.pop(sequence, None)
         assert (sequence.num_computed, sequence.filled[HEAD]) == (0, 0)
         self.memory.attach_prefix(sequence)
         return multiple(sequence)
@@ -122,12 +121,12 @@ class MemoryMachine(RuleBasedStateMachine):
     def finish_all(self) -> None:
         for sequence in self.live:
             self.memory.release(sequence)
-        self.begins.clear()
+        self.head_start.clear()
         for sequence in self.live:
             self.memory.attach_prefix(sequence)
 
     @invariant()
-    def references_are_right(self) -> None:
+    def reference_counts_match_block_tables(self) -> None:
         self.memory.pool.check()
         held = [index for sequence in self.live for index in sequence.block_table]
         for sequence in self.live:
@@ -139,16 +138,16 @@ class MemoryMachine(RuleBasedStateMachine):
         assert self.memory.usage == pytest.approx(len(set(held)) / NUM_BLOCKS)
 
     @invariant()
-    def sequences_read_their_own_past(self) -> None:
+    def sequences_read_their_own_prefix(self) -> None:
         for sequence in self.live:
             for position in range(sequence.num_computed):
                 assert self.trunk[self.slot(sequence, position)] == tuple(sequence.tokens[: position + 1])
             assert sequence.filled[HEAD] <= len(sequence.tokens)
-            for position in range(self.begins.get(sequence, 1), sequence.filled[HEAD]):
+            for position in range(self.head_start.get(sequence, 1), sequence.filled[HEAD]):
                 assert self.head[self.slot(sequence, position)] == tuple(sequence.tokens[: position + 1])
 
     @invariant()
-    def published_blocks_hold_what_they_say(self) -> None:
+    def published_blocks_match_their_keys(self) -> None:
         for index in self.memory.pool._index.values():
             block = self.memory.pool.blocks[index]
             written = [self.trunk[index * SIZE + i] for i in range(SIZE)]
@@ -158,7 +157,7 @@ class MemoryMachine(RuleBasedStateMachine):
             for start in range(0, len(prefix), SIZE):
                 key = block_key(key, list(prefix[start : start + SIZE]))
             assert key == block.key
-            first = 1 if len(prefix) == SIZE else 0  # no pair lives in a sequence's first slot
+            first = 1 if len(prefix) == SIZE else 0  # a sequence's first slot holds no pair
             for i in range(first, block.filled.get(HEAD, 0)):
                 assert self.head[index * SIZE + i] == prefix[: len(prefix) - SIZE + 1 + i]
 
@@ -169,11 +168,11 @@ class MemoryMachine(RuleBasedStateMachine):
         self.memory.pool.check()
 
 
-TestMemory = MemoryMachine.TestCase
-TestMemory.settings = settings(max_examples=60, stateful_step_count=40)
+TestKVCache = KVCacheMachine.TestCase
+TestKVCache.settings = settings(max_examples=60, stateful_step_count=40)
 
 
-def computed(memory: KVCacheManager, tokens: list[int], num_computed: int) -> Sequence:
+def computed_sequence(memory: KVCacheManager, tokens: list[int], num_computed: int) -> Sequence:
     sequence = new_sequence(tokens)
     memory.attach_prefix(sequence)
     assert memory.reserve(sequence, len(tokens))
@@ -182,46 +181,46 @@ def computed(memory: KVCacheManager, tokens: list[int], num_computed: int) -> Se
     return sequence
 
 
-def test_prefix_hit_leaves_one_row() -> None:
+def test_prefix_hit_leaves_the_last_row_to_compute() -> None:
     memory, tokens = KVCacheManager(8, SIZE), list(range(8))
-    first = computed(memory, [*tokens, 9], 8)
-    assert cached(memory, tokens) == 4  # all 8 are cached, but the last row must be computed
+    first = computed_sequence(memory, [*tokens, 9], 8)
+    assert num_cached(memory, tokens) == 4  # all 8 tokens are cached, but the last row must be computed
     third = new_sequence([*tokens, 1])
     assert memory.attach_prefix(third) == 8 and third.block_table == first.block_table[:2]
-    assert cached(memory, [9, 9, 9, 9, 4, 5, 6, 7, 9]) == 0, "a different past is no hit"
+    assert num_cached(memory, [9, 9, 9, 9, 4, 5, 6, 7, 9]) == 0, "a different past is no hit"
 
 
-def cached(memory: KVCacheManager, tokens: list[int], **params: Any) -> int:
+def num_cached(memory: KVCacheManager, tokens: list[int], **params: Any) -> int:
     return memory.attach_prefix(new_sequence(tokens, **params))
 
 
 def test_uncomputed_tokens_are_not_published() -> None:
     memory = KVCacheManager(8, SIZE)
-    computed(memory, list(range(9)), 7)
-    assert cached(memory, list(range(9))) == 4
+    computed_sequence(memory, list(range(9)), 7)
+    assert num_cached(memory, list(range(9))) == 4
 
 
-def test_released_blocks_are_found_until_taken() -> None:
+def test_released_blocks_are_found_until_reused() -> None:
     memory = KVCacheManager(4, SIZE)
-    memory.release(computed(memory, list(range(13)), 12))
+    memory.release(computed_sequence(memory, list(range(13)), 12))
     assert memory.pool.num_free == 4
     again = new_sequence(list(range(13)))
     assert memory.attach_prefix(again) == 12
     memory.release(again)
-    assert memory.reserve(new_sequence([5] * 5), 2 * SIZE)  # takes the unused block and the prefix's end, not its front
-    assert cached(memory, list(range(13))) == 8
+    assert memory.reserve(new_sequence([5] * 5), 2 * SIZE)  # takes the unused block and the prefix's end
+    assert num_cached(memory, list(range(13))) == 8
 
 
-def test_reserve_takes_all_or_nothing() -> None:
+def test_reserve_allocates_all_blocks_or_none() -> None:
     memory, sequence = KVCacheManager(4, SIZE), new_sequence([1])
     assert not memory.reserve(sequence, 4 * SIZE + 1) and memory.pool.num_free == 4
     assert not sequence.block_table and memory.reserve(sequence, 4 * SIZE) and memory.reserve(sequence, 1)
     assert memory.pool.num_free == 0
 
 
-def test_drafter_fill_stops_at_the_first_hole() -> None:
+def test_drafter_fill_stops_at_the_first_gap() -> None:
     memory = KVCacheManager(8, SIZE)
-    memory.fill(computed(memory, list(range(13)), 12), HEAD, 1, 6)
+    memory.fill(computed_sequence(memory, list(range(13)), 12), HEAD, 1, 6)
     second = new_sequence(list(range(13)))
     memory.attach_prefix(second)
     assert (second.num_computed, second.filled[HEAD]) == (12, 6) and memory.reserve(second, 13)
@@ -231,10 +230,10 @@ def test_drafter_fill_stops_at_the_first_hole() -> None:
     assert (third.num_computed, third.filled[HEAD]) == (12, 12)
 
 
-def test_a_hole_further_back_than_a_drafter_reaches_is_none() -> None:
+def test_gap_outside_the_receptive_field_is_ignored() -> None:
     memory = KVCacheManager(8, SIZE)
     memory.receptive_fields[HEAD] = 5
-    first = computed(memory, list(range(13)), 12)
+    first = computed_sequence(memory, list(range(13)), 12)
     memory.fill(first, HEAD, 4, 13)
 
     def filled(length: int = 13) -> int:
@@ -242,9 +241,9 @@ def test_a_hole_further_back_than_a_drafter_reaches_is_none() -> None:
         memory.attach_prefix(again)
         return again.filled[HEAD]
 
-    for length, expected in ((13, 12), (9, 8), (8, 0)):  # of 8 tokens, the keys of the first block are missing
+    for length, expected in ((13, 12), (9, 8), (8, 0)):  # of 8 tokens, the head's keys of the first block are missing
         assert filled(length) == expected
-    memory.fill(first, HEAD, 1, 4)  # another sequence's, as far as it went
+    memory.fill(first, HEAD, 1, 4)  # as far as another sequence filled
     memory.receptive_fields[HEAD] = 2
     memory.pool.blocks[first.block_table[1]].filled.clear()
     assert filled() == 12, "the last block is all that it needs"
@@ -255,17 +254,17 @@ def test_a_hole_further_back_than_a_drafter_reaches_is_none() -> None:
     assert filled() == 0
 
 
-def test_a_block_taken_again_forgets_the_drafter() -> None:
+def test_reused_block_resets_the_drafter_fill() -> None:
     memory = KVCacheManager(3, SIZE)
-    first = computed(memory, list(range(9)), 8)
+    first = computed_sequence(memory, list(range(9)), 8)
     memory.fill(first, HEAD, 1, 9)
     memory.release(first)
-    second = computed(memory, [7] * 9, 8)
+    second = computed_sequence(memory, [7] * 9, 8)
     memory.release(second)
     assert memory.attach_prefix(second) == 8 and second.filled[HEAD] == 0
 
 
-def test_what_is_forgotten_is_not_found_until_it_is_published_again() -> None:
+def test_cleared_blocks_are_found_only_after_being_published_again() -> None:
     memory = KVCacheManager(NUM_BLOCKS, SIZE)
     for forgets, expected in ((False, 0), (False, 4), (True, 0), (False, 4)):
         if forgets:
@@ -279,13 +278,13 @@ def test_what_is_forgotten_is_not_found_until_it_is_published_again() -> None:
 
 
 @pytest.mark.parametrize("caching", [False, True])
-def test_neither_a_cache_switched_off_nor_prompt_logprobs_find_anything(caching: bool) -> None:
+def test_no_hits_with_caching_disabled_or_prompt_logprobs(caching: bool) -> None:
     memory = KVCacheManager(8, SIZE, prefix_caching=caching)
-    computed(memory, list(range(9)), 8)
-    assert cached(memory, list(range(9)), prompt_logprobs=1 if caching else None) == 0
+    computed_sequence(memory, list(range(9)), 8)
+    assert num_cached(memory, list(range(9)), prompt_logprobs=1 if caching else None) == 0
 
 
-def test_equal_blocks_published_twice_stay_apart() -> None:
+def test_blocks_published_twice_stay_separate() -> None:
     pool = BlockPool(3)
     a, b = pool.allocate(), pool.allocate()
     for block in (a, b):
@@ -297,8 +296,8 @@ def test_equal_blocks_published_twice_stay_apart() -> None:
     assert {pool.allocate().index for _ in range(3)} == {0, 1, 2} and pool.find(b"same") is None
 
 
-def test_blocks_that_nobody_can_find_are_taken_first() -> None:
-    """A pool of which little is needed leaves the rest of its memory unwritten."""
+def test_unpublished_blocks_are_allocated_first() -> None:
+    """A pool that is never full leaves the rest of its memory unwritten."""
     pool = BlockPool(4)
     kept, twin, empty = (pool.allocate() for _ in range(3))
     for block in (kept, twin):
@@ -308,9 +307,9 @@ def test_blocks_that_nobody_can_find_are_taken_first() -> None:
     assert [pool.allocate().index for _ in range(4)] == [empty.index, twin.index, 3, kept.index]
 
 
-def test_forgotten_blocks_are_taken_before_those_never_written() -> None:
+def test_cleared_blocks_are_allocated_before_unwritten_ones() -> None:
     memory = KVCacheManager(NUM_BLOCKS, SIZE)
-    sequence = computed(memory, list(range(9)), 8)
+    sequence = computed_sequence(memory, list(range(9)), 8)
     written = set(sequence.block_table)
     memory.release(sequence)
     memory.pool.clear()

@@ -1,8 +1,7 @@
 """State slots against a model that remembers what was written into each of them.
 
-A state is named by the tokens that went into it; rows that are kept, by the token and its position. Sequences over two
-tokens share prefixes all the time.
-"""
+A state is named by the tokens that went into it; kept rows by token and position. Sequences over two tokens share
+prefixes often."""
 
 from typing import Any
 
@@ -21,17 +20,17 @@ COMMON = np.random.default_rng(0).integers(0, 2, 30).tolist()
 Prefix = tuple[int, ...]
 
 
-class World:
-    """What the slots hold, moved by plans as a backend may move it: sequences in any order, or at once."""
+class SimulatedStates:
+    """Contents of the slots, changed by plans as a backend changes them: spans in sequence or at once."""
 
     def __init__(self, snapshots: int = SNAPSHOTS, *, prefix_caching: bool = True) -> None:
         self.states = StateCacheManager(RUNNING, snapshots, KEPT, block_size=SIZE, every=EVERY)
         self.memory = KVCacheManager(200, SIZE, prefix_caching=prefix_caching, states=self.states)
         self.slots: dict[int, Prefix] = {}
-        self.kept: dict[int, dict[int, int]] = {}  # slot -> place -> token
+        self.kept: dict[int, dict[int, int]] = {}  # slot -> index of kept row -> token
 
     def run(self, spans: list[Span]) -> None:
-        """One pass; every row must meet the state of the tokens before it."""
+        """Runs one pass and checks that every row starts from the state of the tokens before it."""
         plan = self.states.plan(spans)
         before, kept = dict(self.slots), {slot: dict(rows) for slot, rows in self.kept.items()}
         for s, span in enumerate(spans):
@@ -65,11 +64,11 @@ class StateMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World()
+        self.simulation = SimulatedStates()
         self.live: list[Sequence] = []
 
     def admit(self, sequence: Sequence) -> Any:
-        memory = self.world.memory
+        memory = self.simulation.memory
         assert memory.attach_prefix(sequence) == sequence.num_computed < len(sequence.tokens)
         if not memory.reserve(sequence, len(sequence.tokens)):
             assert len(self.live) == RUNNING
@@ -84,7 +83,7 @@ class StateMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:
-        """A pass over some sequences: chunks, or all that is pending with a draft, of which any part comes true."""
+        """A pass over some sequences: a chunk, or all pending tokens with a draft of which any prefix is accepted."""
         spans, news = [], []
         for sequence in self.live:
             pending = len(sequence.tokens) - sequence.num_computed
@@ -97,116 +96,117 @@ class StateMachine(RuleBasedStateMachine):
             spans.append(Span(sequence, sequence.num_computed, rows, 1 + len(draft) if rows >= pending else 0))
             taken = data.draw(st.integers(0, len(draft)))
             news.append([*draft[:taken], data.draw(st.integers(0, 1))] if rows >= pending else [])
-            assert self.world.memory.reserve(sequence, sequence.num_computed + rows)
+            assert self.simulation.memory.reserve(sequence, sequence.num_computed + rows)
         if not spans:
             return
-        self.world.run(spans)
+        self.simulation.run(spans)
         for span, new in zip(spans, news, strict=True):
             sequence = span.sequence
             sequence.tokens += new
             sequence.num_computed = min(span.start + span.num_rows, len(sequence.tokens) - 1)
             sequence.draft = Draft()
-            self.world.memory.commit(sequence)
+            self.simulation.memory.commit(sequence)
 
     @rule(sequence=consumes(sequences))
     def finish(self, sequence: Sequence) -> None:
-        self.world.memory.release(sequence)
+        self.simulation.memory.release(sequence)
         self.live.remove(sequence)
 
     @rule(target=sequences, sequence=consumes(sequences))
     def preempt(self, sequence: Sequence) -> Any:
-        self.world.memory.release(sequence)
+        self.simulation.memory.release(sequence)
         self.live.remove(sequence)
         assert sequence.num_computed == 0
         return self.admit(sequence)
 
     @invariant()
-    def every_slot_is_in_one_place(self) -> None:
-        self.world.states.check()
+    def slots_are_consistent(self) -> None:
+        self.simulation.states.check()
 
     @invariant()
-    def what_is_found_is_right(self) -> None:
-        """A snapshot's state is that of a whole number of blocks."""
-        for slot in self.world.states._snapshots.values():
-            assert len(self.world.slots[slot]) % SIZE == 0
+    def snapshots_hold_whole_blocks(self) -> None:
+        for slot in self.simulation.states._snapshots.values():
+            assert len(self.simulation.slots[slot]) % SIZE == 0
 
 
 TestStates = StateMachine.TestCase
 TestStates.settings = settings(max_examples=60, stateful_step_count=30)
 
 
-def computed(world: World, tokens: list[int], chunk: int = 100, **params: Any) -> Sequence:
-    """A sequence all of whose tokens are computed (and one more is known)."""
+def computed_sequence(simulation: SimulatedStates, tokens: list[int], chunk: int = 100, **params: Any) -> Sequence:
+    """A sequence with all `tokens` computed and one more known."""
     sequence = new_sequence(tokens, **params)
-    world.memory.attach_prefix(sequence)
+    simulation.memory.attach_prefix(sequence)
     while sequence.num_computed < len(tokens):
         rows = min(chunk, len(tokens) - sequence.num_computed)
-        assert world.memory.reserve(sequence, sequence.num_computed + rows)
-        world.run([Span(sequence, sequence.num_computed, rows, 0)])
+        assert simulation.memory.reserve(sequence, sequence.num_computed + rows)
+        simulation.run([Span(sequence, sequence.num_computed, rows, 0)])
         sequence.num_computed += rows
-        world.memory.commit(sequence)
+        simulation.memory.commit(sequence)
     sequence.tokens.append(0)
     return sequence
 
 
-def test_snapshots_are_taken_every_so_often_and_at_the_end_of_the_prompt() -> None:
+def test_snapshots_are_taken_periodically_and_at_the_end_of_the_prompt() -> None:
     for chunk in (1, 3, 100):
-        world = World()
-        world.memory.release(computed(world, list(range(22)), chunk))
-        assert sorted(len(world.slots[slot]) for slot in world.states._snapshots.values()) == [8, 16, 20], chunk
+        simulation = SimulatedStates()
+        simulation.memory.release(computed_sequence(simulation, list(range(22)), chunk))
+        assert sorted(len(simulation.slots[slot]) for slot in simulation.states._snapshots.values()) == [8, 16, 20], (
+            chunk
+        )
 
 
-def test_a_prefix_is_found_up_to_its_last_snapshot() -> None:
-    world = World()
-    world.memory.release(computed(world, list(range(22))))
+def test_prefix_is_found_up_to_its_last_snapshot() -> None:
+    simulation = SimulatedStates()
+    simulation.memory.release(computed_sequence(simulation, list(range(22))))
     for same, expected in ((22, 20), (20, 20), (19, 16), (13, 8), (7, 0)):
         sequence = new_sequence([*range(same), 50, 51])
-        assert world.memory.attach_prefix(sequence) == expected, same
+        assert simulation.memory.attach_prefix(sequence) == expected, same
         assert len(sequence.block_table) * SIZE == expected
-        world.memory.release(sequence)
+        simulation.memory.release(sequence)
 
 
-def test_the_oldest_snapshot_goes_first_but_not_while_it_is_read() -> None:
-    world = World(snapshots=1)
-    world.memory.release(computed(world, list(range(9))))
+def test_oldest_snapshot_is_evicted_unless_it_is_read() -> None:
+    simulation = SimulatedStates(snapshots=1)
+    simulation.memory.release(computed_sequence(simulation, list(range(9))))
     reader = new_sequence([*range(8), 70, 71])
-    assert world.memory.attach_prefix(reader) == 8
+    assert simulation.memory.attach_prefix(reader) == 8
     other = new_sequence(list(range(30, 45)))
     for sequence in (reader, other):
-        assert world.memory.reserve(sequence, len(sequence.tokens))
-    # in one pass: `other` may not write its snapshots over the one that `reader` starts from
-    world.run([Span(other, 0, 15, 1), Span(reader, 8, 2, 1)])
+        assert simulation.memory.reserve(sequence, len(sequence.tokens))
+    # in one pass: the snapshots of `other` must not overwrite the one that `reader` starts from
+    simulation.run([Span(other, 0, 15, 1), Span(reader, 8, 2, 1)])
 
 
-def test_no_snapshots_without_a_prefix_cache_and_none_for_prompt_logprobs() -> None:
-    world = World(snapshots=0, prefix_caching=False)
-    first = computed(world, list(range(22)))
-    assert world.memory.attach_prefix(new_sequence(list(range(22)))) == 0
-    world.memory.release(first)
-    world = World()
-    world.memory.release(computed(world, list(range(22))))
-    assert world.memory.attach_prefix(new_sequence(list(range(22)), prompt_logprobs=0)) == 0
+def test_snapshots_are_not_used_without_prefix_cache_or_with_prompt_logprobs() -> None:
+    simulation = SimulatedStates(snapshots=0, prefix_caching=False)
+    first = computed_sequence(simulation, list(range(22)))
+    assert simulation.memory.attach_prefix(new_sequence(list(range(22)))) == 0
+    simulation.memory.release(first)
+    simulation = SimulatedStates()
+    simulation.memory.release(computed_sequence(simulation, list(range(22))))
+    assert simulation.memory.attach_prefix(new_sequence(list(range(22)), prompt_logprobs=0)) == 0
 
 
-def test_more_sequences_than_slots_wait() -> None:
-    world = World()
-    sequences = [computed(world, [1, 2, 3]) for _ in range(RUNNING)]
+def test_sequences_wait_for_free_state_slots() -> None:
+    simulation = SimulatedStates()
+    sequences = [computed_sequence(simulation, [1, 2, 3]) for _ in range(RUNNING)]
     late = new_sequence([1, 2, 3])
-    world.memory.attach_prefix(late)
-    assert not world.memory.reserve(late, 3)
-    world.memory.release(sequences[0])
-    assert world.memory.reserve(late, 3)
+    simulation.memory.attach_prefix(late)
+    assert not simulation.memory.reserve(late, 3)
+    simulation.memory.release(sequences[0])
+    assert simulation.memory.reserve(late, 3)
 
 
-def test_a_plan_says_what_a_pass_does() -> None:
-    """A prompt of 3 and a draft of 2, of which one comes true."""
-    world, sequence = World(), new_sequence([5, 6, 7])
-    world.memory.reserve(sequence, 10)
+def test_plan_of_a_prompt_with_a_draft() -> None:
+    """A prompt of 3 tokens and a draft of 2, of which one is accepted."""
+    simulation, sequence = SimulatedStates(), new_sequence([5, 6, 7])
+    simulation.memory.reserve(sequence, 10)
     sequence.draft = Draft([8, 9])
-    plan = world.states.plan([Span(sequence, 0, 5, 3)])
+    plan = simulation.states.plan([Span(sequence, 0, 5, 3)])
     assert (plan.reads.tolist(), plan.starts.tolist(), plan.keeps.tolist()) == ([-1], [0], [3])
     sequence.tokens += [8, 4]
-    plan = world.states.plan([Span(sequence, 4, 1, 1)])
+    plan = simulation.states.plan([Span(sequence, 4, 1, 1)])
     assert (plan.reads.tolist(), plan.starts.tolist(), plan.keeps.tolist()) == (plan.own.tolist(), [3], [5])
     assert (plan.store_positions.tolist(), plan.store_slots.tolist()) == ([5], plan.own.tolist())
     assert all(array.dtype == np.int32 for array in vars(plan).values())
