@@ -1,4 +1,4 @@
-"""Shapes from the keys of config.json files as their makers write them: published parameters, windows as they are."""
+"""Shapes derived from published config.json files: parameter counts and attention windows."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], float, float]] = {
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_parameters_are_those_that_are_published(name: str) -> None:
+def test_parameters_match_the_published_counts(name: str) -> None:
     config, total, active = CONFIGS[name]
     shape = shape_of(name, config)
     counts = shape.parameters()
@@ -66,7 +66,7 @@ WINDOWS: dict[str, tuple[dict[str, Any], int]] = {
 
 
 @pytest.mark.parametrize("name", WINDOWS)
-def test_layers_with_a_window_keep_no_more_than_that(name: str) -> None:
+def test_windowed_layers_cache_one_window_only(name: str) -> None:
     more, count = WINDOWS[name]
     kept = [
         sum(group.count * group.cost.mixer.cached(context) for group in shape_of(name, SIZES | more).layers)

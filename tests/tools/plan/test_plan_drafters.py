@@ -1,4 +1,4 @@
-"""Every kind of drafter in a plan: its size, what a draft costs, how deep it goes; prices; configs of any kind."""
+"""Drafters in a plan: size, cost of a draft, maximum depth; prices; random configs."""
 
 import json
 import math
@@ -28,7 +28,7 @@ def sized(card: str, drafter: str) -> SizedModel:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", [*MADE, "mtp"])
-def test_every_drafter_on_every_card_has_a_size_and_a_price(drafter: str) -> None:
+def test_every_drafter_has_a_size_and_a_cost_on_every_card(drafter: str) -> None:
     for card in CARD_NAMES:
         model = sized(card, drafter)
         machine = make_machine("h200", 8, model.format.compute)
@@ -39,25 +39,25 @@ def test_every_drafter_on_every_card_has_a_size_and_a_price(drafter: str) -> Non
         assert estimate_memory(model, Split(device=1e13), 2048).verdict == "fits", card
 
 
-def test_a_chain_pays_for_every_token_and_a_block_once() -> None:
+def test_chain_drafts_cost_per_token_and_block_drafts_once() -> None:
     machine = make_machine("h100", 1, "bf16")
     models = (sized("qwen3.5-9b", kind) for kind in ("eagle3", "dflash"))
     chain, block = (draft_seconds(each, machine, 1, 0, 8) / draft_seconds(each, machine, 1, 0, 1) for each in models)
     assert chain == pytest.approx(8) and block < 1.2
 
 
-def test_sizes_of_heads() -> None:
-    # Medusa's for Vicuna-7B in the paper: a layer and an LM head for each token.
+def test_head_sizes_match_published_ones() -> None:
+    # Medusa for Vicuna-7B, from the paper: a layer and an LM head per drafted token.
     assert sized("llama-2-7b", "medusa").weight_bytes()["head"] == 4 * 2 * (4096 * 4096 + 32000 * 4096)
-    # EAGLE-3 for an 8B Llama: 0.85 GB in bfloat16 with its LM head of 32,000 rows.
+    # EAGLE-3 for an 8B Llama: 0.85 GB in bfloat16, with an LM head of 32,000 rows.
     assert sized("qwen3.5-9b", "eagle3").weight_bytes()["head"] == pytest.approx(0.85e9, rel=0.1)
     head = sized("mimo-v2-flash", "mtp").shape.drafter
     assert head.num_modules == 3
-    assert not head.layers[0].cost.feed_forward.experts  # dense, in a window: the trunk's last layer is neither
+    assert not head.layers[0].cost.feed_forward.experts  # dense with a window, unlike the last layer of the trunk
     assert head.layers[0].cost.mixer.window == 128
 
 
-def test_a_draft_model_is_a_whole_model(capsys: Capture) -> None:
+def test_draft_model_counts_all_its_parameters(capsys: Capture) -> None:
     words = "plan qwen3.6-27b --gpu h100 --drafter draft_model --head qwen3.5-2b --json"
     assert main(words.split()) == 0
     (drafter,) = json.loads(capsys.readouterr().out)["drafters"]
@@ -86,7 +86,7 @@ ASSISTANT = {
 
 
 @pytest.mark.parametrize("config", [EAGLE3, DFLASH, ASSISTANT])
-def test_a_drafter_is_planned_beside_a_model_only(config: dict[str, Any], tmp_path: Path, capsys: Capture) -> None:
+def test_planning_a_drafter_alone_is_refused(config: dict[str, Any], tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert main(["plan", str(tmp_path), "--gpu", "h100"]) == 2
     found = capsys.readouterr()
@@ -94,7 +94,7 @@ def test_a_drafter_is_planned_beside_a_model_only(config: dict[str, Any], tmp_pa
 
 
 @pytest.mark.parametrize(("config", "kind", "most"), [(EAGLE3, "eagle3", None), (DFLASH, "dflash", 15)])
-def test_a_drafters_own_config_says_its_size(
+def test_drafter_config_sets_size_and_max_depth(
     config: dict[str, Any], kind: str, most: int | None, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -104,7 +104,7 @@ def test_a_drafters_own_config_says_its_size(
     assert head.layers[0].cost.mixer.weights == attention
 
 
-def test_drafters_by_name() -> None:
+def test_drafter_names_are_parsed() -> None:
     assert parse_drafters(None) == (None,) and parse_drafters("EAGLE3, draft-model") == ("eagle3", "draft_model")
     assert parse_drafters("all") == ("mtp", *(name for name in MADE if name != "none"))
 
@@ -122,20 +122,20 @@ def test_drafters_by_name() -> None:
     ("--context 5000000", "the model's context is"),
     ("--acceptance nan", "between 0 and 1"),
 ])  # fmt: skip
-def test_bad_input(arguments: str, message: str, capsys: Capture) -> None:
+def test_bad_input_is_named(arguments: str, message: str, capsys: Capture) -> None:
     assert main(["plan", "qwen3.6-27b", "--gpu", "h200", *arguments.split()]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_the_price_list_is_dated_and_the_users_own_wins(tmp_path: Path, capsys: Capture) -> None:
+def test_user_price_list_overrides_the_packaged_one(tmp_path: Path, capsys: Capture) -> None:
     assert device_price("spot", "h200", None).dollars == 3.31
     arguments = ["plan", "qwen3.6-27b", "--gpu", "a100", "--price-per-hour", "spot"]
     assert main(arguments) == 2 and "listed: b200, h200" in capsys.readouterr().err
     mine = tmp_path / "mine.toml"
     mine.write_text('date = "today"\n[devices.a100-80g]\nspot = 1.5\n')
     assert main([*arguments, "--price-list", str(mine)]) == 0
-    told = capsys.readouterr().out
-    assert "1.5 $/h" in told and "of today" in told
+    printed = capsys.readouterr().out
+    assert "1.5 $/h" in printed and "of today" in printed
     mine.write_text("[devices.a100-80g]\nspot = nan\n")
     with pytest.raises(UsageError, match="above 0"):
         device_price("spot", "a100-80g", str(mine))
@@ -151,7 +151,7 @@ ODD = st.one_of(
 @pytest.mark.slow
 @settings(max_examples=100)
 @given(card=st.sampled_from(CARD_NAMES), changes=st.dictionaries(st.sampled_from(KEYS), ODD, min_size=1, max_size=2))
-def test_any_config_gives_a_shape_or_says_why_not(card: str, changes: dict[str, Any]) -> None:
+def test_random_configs_give_a_shape_or_an_error(card: str, changes: dict[str, Any]) -> None:
     config = {**CARDS[card]["config"], **changes}
     try:
         shape = shape_of(card, config)
@@ -162,7 +162,7 @@ def test_any_config_gives_a_shape_or_says_why_not(card: str, changes: dict[str, 
     draft_seconds(model, make_machine("h100", 1, "bf16"), 1, 2048, 3)
 
 
-def test_the_models_own_context_is_the_default(tmp_path: Path) -> None:
+def test_default_context_is_limited_by_the_model(tmp_path: Path) -> None:
     config = {**CARDS["llama-2-7b"]["config"], "max_position_embeddings": 512}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert plan.run(plan.PlanOptions(model=str(tmp_path), gpu="h100")).data["context"] == 512

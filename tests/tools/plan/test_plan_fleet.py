@@ -1,4 +1,4 @@
-"""Disaggregated prefill and decode, simulated: request by request, and as `plan --fleet` reports it."""
+"""Simulation of disaggregated prefill and decode, and its report in `plan --fleet`."""
 
 import json
 
@@ -14,13 +14,13 @@ LONG, SHORT = "4 req/s, 8000 in, 200 out, TTFT 2 s, TPOT 8 ms", "40 req/s, 60 in
 
 
 def step(decoding: int, context: float, read: PrefillRows) -> tuple[float, float]:
-    """A token takes 0.1 s, a row of a prompt 0.01 s."""
+    """A decode step takes 0.1 s, a row of a prompt 0.01 s."""
     return 0.1 * bool(decoding) + 0.01 * read.rows, 1.0
 
 
-def test_a_prompt_is_read_handed_over_and_answered() -> None:
-    """Two at once, a second each to read; one link, half a second each; there a row of a second one is read while the
-    first one's answer is written."""
+def test_request_is_prefilled_transferred_and_decoded() -> None:
+    """Two simultaneous requests take 1 s each to prefill and 0.5 s each on one link. The decode server computes the
+    last row of each prompt."""
     asked = Arrivals(times=np.array([0.0, 0.0]), prompts=np.array([100.0, 100.0]), outputs=np.array([5.0, 5.0]))
     side = EngineLimits(step=step, slots=8, rows=100)
     found = simulate_disaggregated(asked, np.array([0.5, 0.5]), side, side, num_prefill=1, num_decode=1)
@@ -28,12 +28,12 @@ def test_a_prompt_is_read_handed_over_and_answered() -> None:
     assert found.result.ttft_s[0] == pytest.approx(1.51)
     assert found.result.tpot_s == pytest.approx([0.1, 0.1], abs=0.003)
     slow = simulate_disaggregated(asked, np.array([3.0, 3.0]), side, side, num_prefill=1, num_decode=1)
-    assert slow.result.ttft_s == pytest.approx([4.01, 7.01])  # they wait for the link
+    assert slow.result.ttft_s == pytest.approx([4.01, 7.01])  # the second waits for the link
     assert list(transfer_ends(np.array([0.0, 0.0, 0.0]), np.full(3, 2.0), links=2)) == [2.0, 2.0, 4.0]
 
 
-def test_many_machines_are_as_their_share() -> None:
-    """16 and 16 with twice the requests of 8 and 8 serve as well."""
+def test_latency_scales_with_load_per_machine() -> None:
+    """16 + 16 machines at twice the request rate have the latency of 8 + 8."""
     side, seconds = EngineLimits(step=step, slots=64, rows=200), np.full(2000, 0.02)
     asked = [poisson_arrivals(rate, 50, 20, 2000) for rate in (10, 20)]
     few = simulate_disaggregated(asked[0], seconds, side, side, num_prefill=8, num_decode=8)
@@ -43,7 +43,7 @@ def test_many_machines_are_as_their_share() -> None:
     assert many.prefill_busy == pytest.approx(few.prefill_busy, rel=0.1)
 
 
-def test_long_prompts_hold_up_answers_where_both_are_on_one_machine() -> None:
+def test_long_prompts_slow_down_decoding_on_shared_machines() -> None:
     asked = poisson_arrivals(0.5, 100, 20, 600)
     side = EngineLimits(step=step, slots=64, rows=1000)
     whole = simulate(step, asked, engines=2, slots=64, rows=1000)
@@ -53,8 +53,10 @@ def test_long_prompts_hold_up_answers_where_both_are_on_one_machine() -> None:
 
 
 @pytest.mark.slow
-def test_plan_says_when_it_pays(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long prompts and little time for a token: apart; short ones: not, and not over a slow network either."""
+def test_plan_reports_whether_disaggregation_pays(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Disaggregation pays for long prompts with a tight TPOT. It does not for short prompts or over a slow network."""
     monkeypatch.setattr(fleet, "MAX_DISAGGREGATED_REQUESTS", 600)
     monkeypatch.setattr(fleet, "MAX_REQUESTS", 600)
     command = ["plan", "mimo-7b", "--drafter", "none", "--gpu", "h200", "--fleet"]

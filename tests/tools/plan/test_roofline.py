@@ -1,4 +1,4 @@
-"""The roofline behind `headstart plan`: shapes, passes, depths, memory, cost, calibration."""
+"""The roofline model of `headstart plan`: shapes, passes, depths, memory, cost, calibration."""
 
 import json
 import subprocess
@@ -41,7 +41,7 @@ def model(name: str, weights: str | None = None, kv: float = 2) -> SizedModel:
     return SizedModel(shape=shape, kv=kv)
 
 
-def sharp(count: int = 1, tp: int | None = None, ep: int = 1, rates: Rates = SHARP) -> Machine:
+def ideal_machine(count: int = 1, tp: int | None = None, ep: int = 1, rates: Rates = SHARP) -> Machine:
     device = DeviceSpec(
         name="sharp", memory=1e12, bandwidth=1e12, tflops={"bf16": 100}, kind="gpu", source="", link=1e11, link_s=1e-5
     )
@@ -59,17 +59,17 @@ def sharp(count: int = 1, tp: int | None = None, ep: int = 1, rates: Rates = SHA
     ("gemma-4-26b-a4b", 25.2, 3.8), ("llama-4-maverick", 400, 17), ("granite-4.0-h-small", 32.2, 9),
     ("nemotron-3-nano", 31.6, 3.2), ("nemotron-3-super", 120, 12), ("mimo-v2-flash", 309, 15),
     ("k-exaone-236b-a23b", 236, 23), ("ling-1t", 1000, 50), ("falcon-h1-34b", 33.6, 33.6),
-    ("llama-4-scout", 107.8, 17),  # 109 with the part that sees images
+    ("llama-4-scout", 107.8, 17),  # 109 with the vision tower
 ])  # fmt: skip
-def test_a_cards_shape_has_the_published_number_of_parameters(card: str, total: float, active: float) -> None:
-    """In billions; published figures are rounded, and count embedding or not."""
+def test_parameters_of_cards_match_the_published_counts(card: str, total: float, active: float) -> None:
+    """In billions. Published figures are rounded; some include the embedding."""
     shape = find_shape(card)
     counts = shape.parameters()
     assert sum(counts.values()) - counts["head"] == pytest.approx(total * 1e9, rel=0.02)
     assert shape.active_parameters() == pytest.approx(active * 1e9, rel=0.12)
 
 
-def test_the_head_of_a_card_has_its_published_size() -> None:
+def test_mtp_head_of_a_card_has_its_published_size() -> None:
     assert find_shape("qwen3.6-27b").parameters()["head"] * 2 == pytest.approx(811e6 + 40e6, rel=0.05)
     assert model("qwen3.6-27b", "int4").weight_bytes()["head"] == model("qwen3.6-27b").weight_bytes()["head"]
 
@@ -77,18 +77,18 @@ def test_the_head_of_a_card_has_its_published_size() -> None:
 @pytest.mark.parametrize(
     ("card", "per_position"), [("deepseek-v3", 61 * 576), ("qwen3.6-27b", 16 * 2048), ("qwen3-30b-a3b", 48 * 1024)]
 )
-def test_cached_elements_grow_by_the_kinds_of_layers(card: str, per_position: int) -> None:
+def test_cached_elements_per_position_depend_on_layer_kinds(card: str, per_position: int) -> None:
     layers = find_shape(card).layers
     kept = [sum(group.count * group.cost.mixer.cached(context) for group in layers) for context in (1000, 1001)]
     assert kept[1] - kept[0] == per_position
 
 
-def test_windows_choices_and_experts_bound_what_a_row_reads() -> None:
+def test_windows_sparse_attention_and_experts_limit_reads_of_a_row() -> None:
     sliding = next(g.cost.mixer for g in find_shape("gpt-oss-120b").layers if g.cost.mixer.window)
     chosen = find_shape("glm-5.1").layers[0].cost.mixer
     assert sliding.read(100_000, 1) == sliding.read(128, 1) == 128 * sliding.kv_width
     assert chosen.entries(100_000) == 2048
-    assert chosen.read(100_000, 1) == 2048 * 576 + 100_000 * 128  # the indexer looks at every position
+    assert chosen.read(100_000, 1) == 2048 * 576 + 100_000 * 128  # the indexer reads every position
     coarse = next(g.cost.mixer for g in find_shape("deepseek-v4").layers if g.cost.mixer.stride == 128)
     assert coarse.entries(128_000) == 128 + 1000
     mlp = FeedForwardCost(weights=0, num_kernels=0, experts=64, active=4, expert_weights=1)
@@ -96,7 +96,7 @@ def test_windows_choices_and_experts_bound_what_a_row_reads() -> None:
     assert mlp.touched(10_000) == pytest.approx(64)
 
 
-def test_a_missing_size_is_named() -> None:
+def test_missing_size_is_named() -> None:
     with pytest.raises(ModelError, match="num_attention_heads is missing"):
         shape_of("made up", {"num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 8, "vocab_size": 8})
 
@@ -104,57 +104,59 @@ def test_a_missing_size_is_named() -> None:
 # Passes
 
 
-def test_one_row_takes_the_bytes_over_the_bandwidth_and_many_the_operations_over_the_compute() -> None:
+def test_pass_time_is_bandwidth_bound_for_one_row_and_compute_bound_for_many() -> None:
     dense = model("llama-2-7b")
     counts = dense.shape.parameters()
     weights, cache = 2 * (counts["attention"] + counts["mlp"] + counts["lm_head"]), 2 * 32 * 8192 * 500
-    assert pass_seconds(dense, sharp(), Pass(1, 1, 500)) == pytest.approx((weights + cache) / 1e12)
-    assert pass_seconds(dense, sharp(), Pass(1, 4096, 0)) == pytest.approx(4096 * weights / 1e14)
+    assert pass_seconds(dense, ideal_machine(), Pass(1, 1, 500)) == pytest.approx((weights + cache) / 1e12)
+    assert pass_seconds(dense, ideal_machine(), Pass(1, 4096, 0)) == pytest.approx(4096 * weights / 1e14)
 
 
 def part_bytes(name: str, machine: Machine, work: Pass) -> dict[str, float]:
     return {cost.name: cost.bytes for cost in pass_costs(model(name), machine, work)}
 
 
-def test_rows_of_one_sequence_share_its_cache() -> None:
-    together, apart = (part_bytes("llama-2-7b", sharp(), work) for work in (Pass(1, 8, 4096), Pass(8, 1, 4096)))
+def test_rows_of_one_sequence_share_kv_reads() -> None:
+    together, apart = (part_bytes("llama-2-7b", ideal_machine(), work) for work in (Pass(1, 8, 4096), Pass(8, 1, 4096)))
     assert (apart["cache"], apart["mlp"]) == (8 * together["cache"], together["mlp"])
 
 
 def test_tensor_parallel_divides_bytes_and_adds_all_reduces() -> None:
-    one, four = (pass_costs(model("llama-2-7b"), sharp(count), Pass(1, 1, 0)) for count in (1, 4))
+    one, four = (pass_costs(model("llama-2-7b"), ideal_machine(count), Pass(1, 1, 0)) for count in (1, 4))
     by_name = {cost.name: cost.seconds for cost in four}
     assert by_name["mlp"] == pytest.approx({cost.name: cost.seconds for cost in one}["mlp"] / 4)
     latency, num_bytes = 65 * 1e-5, 65 * 2 * 3 / 4 * 4096 * 2
     assert by_name["all-reduce"] == pytest.approx(latency + num_bytes / 1e11)
 
 
-def test_a_latent_cache_is_not_divided_among_devices() -> None:
-    one, four = (part_bytes("deepseek-v3", sharp(count), Pass(1, 1, 1000)) for count in (1, 4))
+def test_latent_cache_is_not_divided_among_devices() -> None:
+    one, four = (part_bytes("deepseek-v3", ideal_machine(count), Pass(1, 1, 1000)) for count in (1, 4))
     assert one["cache"] == four["cache"]
 
 
 def test_expert_parallel_waits_for_the_busiest_device() -> None:
-    even, spread = (part_bytes("deepseek-v3", sharp(8, ep=ep), Pass(8, 1, 0)) for ep in (1, 8))
+    even, spread = (part_bytes("deepseek-v3", ideal_machine(8, ep=ep), Pass(8, 1, 0)) for ep in (1, 8))
     assert even["experts"] < spread["experts"] < 8 * even["experts"] and "all-to-all" in spread
 
 
-def test_kernels_and_the_pass_have_fixed_costs() -> None:
+def test_fixed_costs_of_kernels_and_passes_are_added() -> None:
     slow = replace(SHARP, kernel_s=1e-3, pass_s=1.0)
-    quick, fixed = (pass_seconds(model("llama-2-7b"), sharp(rates=rates), Pass(1, 1, 0)) for rates in (SHARP, slow))
+    quick, fixed = (
+        pass_seconds(model("llama-2-7b"), ideal_machine(rates=rates), Pass(1, 1, 0)) for rates in (SHARP, slow)
+    )
     assert fixed - quick == pytest.approx(1.0 + 1e-3 * (3 + 32 * (7 + 4)))
 
 
-def test_a_draft_step_reads_the_head_and_the_lm_head() -> None:
+def test_draft_step_reads_the_head_and_the_lm_head() -> None:
     dense = model("qwen3.6-27b")
     num_bytes = 2 * (dense.shape.parameters()["head"] + dense.shape.vocab_size * dense.shape.hidden_size)
-    assert draft_seconds(dense, sharp(), 1, 0) == pytest.approx(num_bytes / 1e12)
+    assert draft_seconds(dense, ideal_machine(), 1, 0) == pytest.approx(num_bytes / 1e12)
 
 
 # Depths, memory, cost
 
 
-def test_expected_tokens_and_the_acceptances_that_give_them() -> None:
+def test_expected_tokens_and_acceptances_are_inverse() -> None:
     assert acceptance.expected_tokens((0.5,), 3) == 1.875
     assert acceptance.expected_tokens((0.9, 0.5), 2) == pytest.approx(2.35)
     assert acceptance.expected_tokens((0.9,), 0) == 1
@@ -168,21 +170,21 @@ def test_expected_tokens_and_the_acceptances_that_give_them() -> None:
 @pytest.mark.parametrize(
     ("text", "message"), [("a", "not numbers"), ("4.5", "depth 3 gives 1 to 4"), ("-1", "0 and 1")]
 )
-def test_acceptances_that_make_no_sense(text: str, message: str) -> None:
+def test_impossible_acceptances_are_refused(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         acceptance.parse_acceptances(text, ())
 
 
-def test_the_best_depth_follows_acceptance_and_falls_when_rows_cost_compute() -> None:
+def test_best_depth_grows_with_acceptance_and_falls_with_batch_size() -> None:
     dense = model("llama-2-7b")
 
     def best(share: float, batch: int) -> int:
-        return fastest([step_speed(dense, sharp(), batch, 100, depth, (share,)) for depth in range(9)]).depth
+        return fastest([step_speed(dense, ideal_machine(), batch, 100, depth, (share,)) for depth in range(9)]).depth
 
     assert (best(0.0, 1), best(1.0, 1)) == (0, 8) and best(0.7, 1) > best(0.7, 32) > best(0.7, 256) == 0
 
 
-def test_first_token_grows_with_the_prompt_and_cost_with_the_seconds() -> None:
+def test_time_to_first_token_and_cost_per_million() -> None:
     dense, machine = model("llama-2-7b"), make_machine("4090", 1, "bf16")
     assert 1.9 < first_token_seconds(dense, machine, 8000) / first_token_seconds(dense, machine, 4000) < 2.5
     assert cost_per_million(3.31, 1700) == pytest.approx(0.54, abs=0.001)
@@ -192,7 +194,7 @@ def test_first_token_grows_with_the_prompt_and_cost_with_the_seconds() -> None:
 # Machines
 
 
-def test_machines_by_name() -> None:
+def test_machine_names_are_parsed() -> None:
     names = {"h200x4": ("h200", 4), "H200": ("h200", 1), "mi300x": ("mi300x", 1), "mi300xx8": ("mi300x", 8),
              "7900xtxx2": ("7900xtx", 2), "here": ("here", 1)}  # fmt: skip
     assert {text: parse_gpu(text) for text in names} == names
@@ -203,12 +205,12 @@ def test_machines_by_name() -> None:
     [("h2000", 1, {}, "catalogue"), ("h200", 4, {"tp": 3}, "divide"), ("h200", 4, {"ep": 2}, "all 4"),
      ("m5-max", 2, {}, "interconnect")],
 )  # fmt: skip
-def test_machines_that_are_not(name: str, count: int, division: dict[str, int], message: str) -> None:
+def test_impossible_machines_are_refused(name: str, count: int, division: dict[str, int], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make_machine(name, count, "bf16", **division)
 
 
-def test_every_device_and_card_names_its_source() -> None:
+def test_devices_and_cards_name_their_sources() -> None:
     assert all(find_device(name).source for name in ("h200", "b200", "h100", "a100-80g", "a6000", "rtx-6000-ada"))
     assert all(find_device(name).source for name in ("3090", "4080", "4090", "5090", "7900xtx", "mi300x", "3060"))
     assert all(CARDS[name]["source"] for name in CARD_NAMES)
@@ -230,31 +232,31 @@ def small() -> SizedModel:
 
 
 def measured(small: SizedModel, *works: Pass) -> list[tuple[Pass, float]]:
-    return [(work, pass_seconds(small, sharp(rates=TRUE), work)) for work in works]
+    return [(work, pass_seconds(small, ideal_machine(rates=TRUE), work)) for work in works]
 
 
-def worst(small: SizedModel, rates: Rates, *works: Pass) -> float:
-    pairs = [[pass_seconds(small, sharp(rates=each), work) for each in (rates, TRUE)] for work in works]
+def max_error(small: SizedModel, rates: Rates, *works: Pass) -> float:
+    pairs = [[pass_seconds(small, ideal_machine(rates=each), work) for each in (rates, TRUE)] for work in works]
     return max(abs(fitted / true - 1) for fitted, true in pairs)
 
 
-def test_two_passes_predict_the_others_at_their_context(small: SizedModel) -> None:
-    rates = measure.fit_rates(measured(small, Pass(1, 1, 128), Pass(1, 8, 128)), small, sharp(), 36e9)
-    assert worst(small, rates, *(Pass(1, rows, 128) for rows in (1, 2, 3, 4, 6, 8, 16, 32, 64))) < 0.1
+def test_two_passes_predict_other_row_counts(small: SizedModel) -> None:
+    rates = measure.fit_rates(measured(small, Pass(1, 1, 128), Pass(1, 8, 128)), small, ideal_machine(), 36e9)
+    assert max_error(small, rates, *(Pass(1, rows, 128) for rows in (1, 2, 3, 4, 6, 8, 16, 32, 64))) < 0.1
 
 
-def test_passes_at_two_contexts_predict_batches_and_contexts(small: SizedModel) -> None:
+def test_passes_at_two_contexts_predict_other_batches_and_contexts(small: SizedModel) -> None:
     works = [Pass(batch, 1, context) for batch in (1, 8) for context in (128, 1024)]
-    rates = measure.fit_rates(measured(small, *works, Pass(1, 8, 1024)), small, sharp(), 36e9)
+    rates = measure.fit_rates(measured(small, *works, Pass(1, 8, 1024)), small, ideal_machine(), 36e9)
     others = [Pass(batch, 1, context) for batch in (2, 16, 64) for context in (128, 1024, 4096)]
-    assert worst(small, rates, *others, *(Pass(1, rows, 4096) for rows in (4, 64))) < 0.05
+    assert max_error(small, rates, *others, *(Pass(1, rows, 4096) for rows in (4, 64))) < 0.05
 
 
-def test_a_line_takes_two_points(small: SizedModel) -> None:
+def test_fitting_needs_two_passes(small: SizedModel) -> None:
     with pytest.raises(ValueError, match="two"):
-        measure.fit_rates(measured(small, Pass(1, 1, 128)), small, sharp(), 36e9)
+        measure.fit_rates(measured(small, Pass(1, 1, 128)), small, ideal_machine(), 36e9)
     assert measure.fit_line((1, 3.0), (8, 10.0)) == (2.0, 1.0)
-    assert measure.fit_line((1, 3.0), (8, 1.0)) == (3.0, 0.0)  # noise: no row takes less than no time
+    assert measure.fit_line((1, 3.0), (8, 1.0)) == (3.0, 0.0)  # noise: the cost of a row is at least 0
 
 
 @pytest.fixture
@@ -263,12 +265,12 @@ def tiny_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("headstart.tools.pass_timing.MAX_READ_BYTES", 1 << 16)
     monkeypatch.setattr(measure, "PASSES_BUDGET_S", 0.1)
-    monkeypatch.setattr(pass_timing, "MAX_WAITING", 1e9)  # whatever else runs beside the tests
+    monkeypatch.setattr(pass_timing, "MAX_WAITING", 1e9)  # other programs may run beside the tests
     return str(write_tiny("mimo", tmp_path / "model"))
 
 
 @pytest.mark.slow
-def test_this_machine_is_measured_once(tiny_here: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibration_of_this_machine_is_cached(tiny_here: str, monkeypatch: pytest.MonkeyPatch) -> None:
     first = plan.run(plan.PlanOptions(model=tiny_here, context=100)).data
     assert first["machine"]["name"] == "here" and first["machine"]["rates"]["measured_draft"] is not None
     monkeypatch.setattr(measure, "load_model", lambda *args: pytest.fail("measured again"))
@@ -281,19 +283,17 @@ def test_this_machine_is_measured_once(tiny_here: str, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_what_was_measured_beside_other_programs_is_said_and_not_kept(
-    tiny_here: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disturbed_calibration_is_reported_and_not_cached(tiny_here: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for disturbed, most in ((True, -1.0), (False, 1e9)):
         monkeypatch.setattr(pass_timing, "MAX_WAITING", most)
-        said = plan.run(plan.PlanOptions(model=tiny_here)).data["assumptions"]
-        assert any("other programs used the processor" in each for each in said) is disturbed
+        assumptions = plan.run(plan.PlanOptions(model=tiny_here)).data["assumptions"]
+        assert any("other programs used the processor" in each for each in assumptions) is disturbed
         assert measure.cache_path(tiny_here, EngineConfig()).exists() is not disturbed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "deepseek_v4", "gemma4", "nemotron_h", "qwen3_5_moe"])
-def test_families_can_be_measured_here(family: str, tiny_here: str, tmp_path: Path) -> None:
+def test_families_can_be_calibrated_on_this_machine(family: str, tiny_here: str, tmp_path: Path) -> None:
     own = str(write_tiny(family, tmp_path / family))
     assert plan.run(plan.PlanOptions(model=own, batches=(1,))).data["batches"][0]["plain"]["tokens_per_s"] > 0
 
@@ -301,7 +301,7 @@ def test_families_can_be_measured_here(family: str, tiny_here: str, tmp_path: Pa
 # Checkpoints
 
 
-def test_a_checkpoint_has_the_bytes_of_its_tensors_and_notes_on_what_is_not_described(tmp_path: Path) -> None:
+def test_checkpoint_size_is_its_tensor_bytes_and_unknown_layers_are_noted(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_tiny("qwen3", tmp_path / "model"))
     found = SizedModel(shape=from_checkpoint(checkpoint, "tiny"), kv=2).weight_bytes()
     whole = sum(tensor.nbytes for tensor in checkpoint.tensors.values())
@@ -310,7 +310,7 @@ def test_a_checkpoint_has_the_bytes_of_its_tensors_and_notes_on_what_is_not_desc
     assert any("recurrent" in note for note in from_checkpoint(checkpoint, "tiny").notes)
 
 
-def test_a_lone_config_is_enough(tmp_path: Path) -> None:
+def test_config_without_weights_can_be_planned(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CARDS["glm-4.5"]["config"]))
     assert find_shape(str(tmp_path)).parameters() == find_shape("glm-4.5").parameters()
 
@@ -318,7 +318,7 @@ def test_a_lone_config_is_enough(tmp_path: Path) -> None:
 # The command
 
 
-def test_json(capsys: Capture) -> None:
+def test_command_prints_json(capsys: Capture) -> None:
     arguments = "plan deepseek-v4 --gpu h200x4 --batch 1,32 --price-per-hour 3.31 --api-price 0.9 --json"
     assert main(arguments.split()) == 0
     data = json.loads(capsys.readouterr().out)
@@ -330,7 +330,7 @@ def test_json(capsys: Capture) -> None:
     assert any("GB/s" in text for text in data["assumptions"])
 
 
-def test_text_says_how_to_give_a_price_and_what_does_not_fit(capsys: Capture) -> None:
+def test_text_output_names_the_price_option_and_missing_memory(capsys: Capture) -> None:
     assert main(["plan", "qwen3.6-27b", "--gpu", "4090", "--weights", "int4", "--depth", "1,3"]) == 0
     shown = capsys.readouterr().out
     assert "--price-per-hour" in shown and "$/M" not in shown and main(["plan", "glm-5.1", "--gpu", "h200x4"]) == 1
@@ -351,12 +351,12 @@ def test_text_says_how_to_give_a_price_and_what_does_not_fit(capsys: Capture) ->
     ("deepseek-v4 --gpu h200x4 --context 0", "at least 1"),
     ("deepseek-v4 --gpu h200x4 --recalibrate", "--gpu here"),
 ])  # fmt: skip
-def test_bad_input(arguments: str, message: str, capsys: Capture) -> None:
+def test_bad_input_is_named(arguments: str, message: str, capsys: Capture) -> None:
     assert main(["plan", *arguments.split()]) == 2 and message in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_published_figures_stand_beside_predictions() -> None:
+def test_plan_published_script_compares_predictions() -> None:
     script = Path(__file__).parents[3] / "benchmarks" / "plan_published.py"
     shown = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True).stdout
     assert "impossible for one stream" in shown and "not predicted:" in shown

@@ -1,4 +1,4 @@
-"""The simulated fleet: against queueing theory where that knows the answer, and `plan --fleet` as people call it."""
+"""The fleet simulation against queueing theory, and the command `plan --fleet`."""
 
 import json
 
@@ -15,7 +15,7 @@ Capture = pytest.CaptureFixture[str]
 TEXT = "100 req/s, 1500 in, 300 out, TTFT 1 s, TPOT 40 ms"
 
 
-def test_one_engine_with_one_slot_waits_as_a_queue_does() -> None:
+def test_one_engine_with_one_slot_is_an_mg1_queue() -> None:
     """M/G/1: mean waiting time = rate * E[S^2] / (2 (1 - rate * E[S])) (Pollaczek-Khinchine)."""
     asked = poisson_arrivals(0.6, 1000, 1, 12_000, seed=3)
     asked = Arrivals(times=asked.times, prompts=asked.prompts, outputs=np.ones(12_000))
@@ -26,8 +26,8 @@ def test_one_engine_with_one_slot_waits_as_a_queue_does() -> None:
     assert served.busy == pytest.approx(0.6, rel=0.03)
 
 
-def test_steps_are_shared_and_every_token_counts_once() -> None:
-    """Steps of one second and 16 rows, two tokens a step: the second prompt needs two steps beside the first answer."""
+def test_prompts_and_answers_share_steps() -> None:
+    """Steps take 1 s, have 16 rows and give two tokens. The second prompt takes two steps beside the first answer."""
     asked = Arrivals(times=np.array([0.0, 0.0]), prompts=np.array([10.0, 20.0]), outputs=np.array([5.0, 9.0]))
     seen: list[tuple[int, float, PrefillRows]] = []
 
@@ -37,12 +37,12 @@ def test_steps_are_shared_and_every_token_counts_once() -> None:
 
     served = simulate(step, asked, engines=1, slots=4, rows=16)
     assert [(decoding, read.rows) for decoding, _, read in seen] == [(0, 10), (1, 15), (1, 5), *[(1, 0)] * 4]
-    assert seen[0][2] == PrefillRows(1, 10, 5, 1)  # rows see half of what is read with them
-    assert seen[2][1:] == (10 + 2, PrefillRows(1, 5, 15 + 2.5, 1))  # the first has got two tokens; 15 were read
+    assert seen[0][2] == PrefillRows(1, 10, 5, 1)  # rows attend to half of their chunk on average
+    assert seen[2][1:] == (10 + 2, PrefillRows(1, 5, 15 + 2.5, 1))  # two tokens decoded, 15 rows read
     assert list(served.ttft_s) == [1.0, 3.0] and list(served.tpot_s) == [0.5, 0.5] and served.busy == 1.0
 
 
-def test_more_engines_wait_less_and_fewer_slots_more() -> None:
+def test_waiting_falls_with_engines_and_slots() -> None:
     asked = poisson_arrivals(5, 100, 50, 1000)
 
     def step(decoding: int, context: float, read: PrefillRows) -> tuple[float, float]:
@@ -54,23 +54,23 @@ def test_more_engines_wait_less_and_fewer_slots_more() -> None:
     assert mean_wait(1, 64) > mean_wait(2, 64) > 0 and mean_wait(2, 2) > mean_wait(2, 64)
 
 
-def test_a_load_in_words() -> None:
+def test_load_text_is_parsed() -> None:
     load = FleetLoad(rate=100, prompt=1500, output=300, ttft_s=1, tpot_s=0.04)
     assert parse_load(TEXT) == load
     assert parse_load("TPOT 0.04s,TTFT 1000ms, 300 out,1500 in, 6000 requests/min, p95") == load
-    for text, said in (
+    for text, message in (
         ("fast", "'fast' is not understood"),
         ("100 req/s, 1500 in, 300 out, TTFT 1 s", "lacks TPOT"),
         (f"{TEXT}, 5 in", "gives prompt a second time"),
         (TEXT.replace("300", "0"), "must be above 0"),
         (f"{TEXT}, p100", "p100, but it goes from p50"),
     ):
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             parse_load(text)
 
 
 @pytest.mark.slow
-def test_a_fleet_costs_less_with_drafts(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fleet_needs_fewer_machines_with_drafts(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet, "MAX_REQUESTS", 1500)
     monkeypatch.setattr(fleet, "MAX_DISAGGREGATED_REQUESTS", 600)
     load = TEXT.replace("100 req/s", "30 req/s")

@@ -1,4 +1,4 @@
-"""How far a backend is from float32: nothing for float32 itself, a known amount for a known change, and said so."""
+"""`verify --numerics`: deviation of a backend from the float32 reference."""
 
 import importlib.util
 import json
@@ -32,7 +32,7 @@ def options(folder: Path, **config: Any) -> VerifyOptions:
     return VerifyOptions(model=str(folder), config=settings, prompts=prompts, max_tokens=20)
 
 
-def test_float32_is_itself(folder: Path) -> None:
+def test_float32_has_no_deviation(folder: Path) -> None:
     calls: list[tuple[int, int, str]] = []
     report = numerics.run(options(folder), lambda *call: calls.append(call))
     data = report.data
@@ -43,7 +43,7 @@ def test_float32_is_itself(folder: Path) -> None:
     assert {total for _, total, _ in calls} == {6}
 
 
-def test_bfloat16_is_near(folder: Path) -> None:
+def test_bfloat16_has_a_small_deviation(folder: Path) -> None:
     data = numerics.run(options(folder, dtype="bfloat16")).data
     assert 0 < data["kl"]["median"] <= data["kl"]["mean"] <= data["kl"]["max"] < 0.05
     assert data["kl"]["median"] <= data["kl"]["p99"] <= data["kl"]["max"]
@@ -53,19 +53,19 @@ def test_bfloat16_is_near(folder: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", [-1.0, float("nan")])
-def test_a_broken_backend_is_called_broken(
+def test_broken_backend_is_reported(
     folder: Path, damage: float, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The scorer of the float64 model lies; that of the reference does not."""
+    """The logits of the float64 model are damaged; those of the reference are not."""
     import torch
 
     from headstart.kernels.reference.backend import ReferenceBackend
 
-    honest = ReferenceBackend.numpy
+    original = ReferenceBackend.numpy
     monkeypatch.setattr(
         ReferenceBackend,
         "numpy",
-        lambda self, x: honest(self, x) * np.float32(damage if self.dtype == torch.float64 else 1),
+        lambda self, x: original(self, x) * np.float32(damage if self.dtype == torch.float64 else 1),
     )
     command = ["verify", str(folder), "--numerics", "--dtype", "float64", "--threads", "1", "--max-tokens", "8"]
     assert main([*command, "--json"]) == 1
@@ -74,8 +74,8 @@ def test_a_broken_backend_is_called_broken(
     assert "BROKEN" in capsys.readouterr().out
 
 
-def test_rows_are_those_of_one_pass(folder: Path) -> None:
-    """Chunks of a text, and the text after a longer one, give the same logits."""
+def test_logits_do_not_depend_on_chunks(folder: Path) -> None:
+    """A text in chunks and the same text after a longer one have the same logits."""
     scorer = numerics.TeacherForcing(tiny_model(FAMILY), EngineConfig(threads=1, dtype="float64"), 120)
     tokens = prompt_of(120, 3)
     parts = list(scorer.logits(tokens))
@@ -84,7 +84,7 @@ def test_rows_are_those_of_one_pass(folder: Path) -> None:
     np.testing.assert_allclose(np.concatenate(parts)[:69], again, atol=1e-6)
 
 
-def test_the_numbers_of_two_known_rows() -> None:
+def test_metrics_of_two_known_rows() -> None:
     reference = np.log(np.array([[0.5, 0.25, 0.25], [0.2, 0.2, 0.6]], np.float32)) + np.float32(3)
     found = numerics.compare(reference, np.log(np.array([[0.25, 0.5, 0.25], [0.2, 0.2, 0.6]], np.float32)), [0, 2, 1])
     np.testing.assert_allclose(found.kl, [0.5 * np.log(2) - 0.25 * np.log(2), 0], atol=1e-6)
@@ -94,9 +94,9 @@ def test_the_numbers_of_two_known_rows() -> None:
     np.testing.assert_allclose(found.logit_difference, [3 + np.log(2), 3], atol=1e-5)
 
 
-def test_without_torch_it_says_so_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    honest = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else honest(name))
+def test_missing_torch_is_reported_first(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else original(name))
     monkeypatch.setattr(numerics, "load_model", lambda *arguments: pytest.fail("work began"))
     with pytest.raises(UsageError, match="needs torch, which is not installed"):
         numerics.run(options(folder))

@@ -1,4 +1,4 @@
-"""A transcript holds the tokens of a machine; another one finds its own there, or the first that differs."""
+"""`verify --transcript` and `--against`: equal tokens, or the first difference."""
 
 import json
 from pathlib import Path
@@ -42,7 +42,9 @@ def written(folder: Path) -> Path:
     return path
 
 
-def test_the_same_machine(folder: Path, written: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_transcript_of_the_same_machine_is_identical(
+    folder: Path, written: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     texts = json.loads(written.read_text())["texts"]
     assert [(each["temperature"], each["seed"]) for each in texts[:4]] == [(0, 0), (0, 1), (0, 2), (0, 4000012)]
     assert {len(each["token_ids"]) for each in texts} >= {9}
@@ -50,7 +52,9 @@ def test_the_same_machine(folder: Path, written: Path, capsys: pytest.CaptureFix
     assert "identical 12/12 texts" in capsys.readouterr().out
 
 
-def test_adapters_take_turns(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_transcript_alternates_between_adapters(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     adapter, path = random_adapter(folder, 3), tmp_path / "adapted.json"
     lora = ("--lora", f"sql={adapter}")
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
@@ -61,11 +65,13 @@ def test_adapters_take_turns(folder: Path, tmp_path: Path, capsys: pytest.Captur
     capsys.readouterr()
     assert main(["verify", str(folder), *COMMON, *lora, "--against", str(path)]) == 0
     assert "identical 3/3 texts" in capsys.readouterr().out
-    told = refusal(["verify", folder, *COMMON, "--against", path], capsys)
-    assert f"texts of an adapter with digest {digest_of(adapter)}, which is not loaded" in told
+    message = refusal(["verify", folder, *COMMON, "--against", path], capsys)
+    assert f"texts of an adapter with digest {digest_of(adapter)}, which is not loaded" in message
 
 
-def test_the_first_difference(folder: Path, written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_first_difference_of_each_text_is_reported(
+    folder: Path, written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     document = json.loads(written.read_text())
     ids = document["texts"][5]["token_ids"]
     ids[3] += 1
@@ -85,7 +91,9 @@ def refusal(arguments: list[Any], capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().err
 
 
-def test_refusals(folder: Path, written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unusable_transcripts_and_options_are_refused(
+    folder: Path, written: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     other = write_tiny("llama", tmp_path / "model", num_hidden_layers=1)
     assert "but this is" in refusal(["verify", other, *COMMON, "--against", written], capsys)
     assert "int8" in refusal(["verify", folder, *COMMON, "--quantization", "int8", "--against", written], capsys)
@@ -98,6 +106,6 @@ def test_refusals(folder: Path, written: Path, tmp_path: Path, capsys: pytest.Ca
     assert f"{where} cannot be written" in refusal(["verify", "no-model", "--transcript", where], capsys)
 
 
-def test_portable_bits_are_the_native_backends() -> None:
+def test_portable_bits_need_the_native_backend() -> None:
     with pytest.raises(UsageError, match="--portable-bits needs the native backend"):
         select_backend(EngineConfig(backend="reference", portable_bits=True))

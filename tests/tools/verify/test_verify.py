@@ -1,4 +1,4 @@
-"""verify finds no difference where there is none, and every one that there is."""
+"""`headstart verify` reports no difference for a correct engine, and every difference of a faulty one."""
 
 import json
 from dataclasses import replace
@@ -50,7 +50,7 @@ def options(folder: Path, grid: dict[str, Any] = SMALL_GRID, dtype: str = "float
 
 
 @pytest.mark.slow
-def test_no_difference_over_the_whole_grid(folder: Path) -> None:
+def test_whole_grid_has_no_difference(folder: Path) -> None:
     calls: list[tuple[int, int, str]] = []
     report = verify.run(options(folder, GRID), lambda *call: calls.append(call))
     data = report.data
@@ -70,15 +70,15 @@ def test_no_difference_over_the_whole_grid(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_model_drafts(folder: Path) -> None:
-    """The trunk itself, no smaller than the trunk: it was asked for by name."""
+def test_grid_with_a_draft_model(folder: Path) -> None:
+    """A draft model named by the user may be as large as the trunk."""
     asked = options(folder, drafters=("draft_model",))
     report = verify.run(replace(asked, config=replace(asked.config, head=str(folder))))
     assert report.ok and max(cell["acceptance_length"] for cell in report.data["cells"]) > 2
 
 
-def test_long_prompts_share_passes_in_a_few_cells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fault of contexts above 512 tokens is found by them alone."""
+def test_long_prompts_are_in_cells_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only these cells find a fault of contexts above 512 tokens."""
     pytest.importorskip("headstart.kernels.native._native", exc_type=ImportError)
     model, arrays = family_of(FAMILY).tiny(num_hidden_layers=2, max_position_embeddings=1024)
     longer, config = write_model(new_folder(), model, arrays), EngineConfig(backend="native", threads=2, kv_blocks=120)
@@ -91,10 +91,10 @@ def test_long_prompts_share_passes_in_a_few_cells(monkeypatch: pytest.MonkeyPatc
 
     from headstart.engine.engine import Engine
 
-    honest = Engine._append
+    original = Engine._append
 
     def short(self: Engine, sequence: Any, result: Any) -> int:
-        taken = honest(self, sequence, result)
+        taken = original(self, sequence, result)
         if self.drafting.drafter and len(sequence.tokens) > 522 and not sequence.finish_reason:
             sequence.finish_reason = "stop"
         return taken
@@ -104,13 +104,13 @@ def test_long_prompts_share_passes_in_a_few_cells(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-def test_one_prompt_alone_is_in_nobodys_way(folder: Path) -> None:
+def test_one_prompt_gives_no_preemption_cells(folder: Path) -> None:
     report = verify.run(options(folder, prompts=PROMPTS[:1]))
     assert report.ok and "no cell in which sequences could preempt each other" in report.lines[-3]
 
 
 def wrong_verify(draft: list[int], targets: list[int], *logprobs: Any) -> VerifyResult:
-    """Believes the first drafted token, whatever the target says."""
+    """Accepts the first drafted token always."""
     if draft and draft[0] != targets[0]:
         return VerifyResult((draft[0],), len(draft), 1)
     return verify_exact(draft, targets, *logprobs)
@@ -118,7 +118,7 @@ def wrong_verify(draft: list[int], targets: list[int], *logprobs: Any) -> Verify
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_a_judge_that_believes_a_draft_is_caught(folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accepting_a_wrong_draft_is_found(folder: Path, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("headstart.engine.verify.verify_exact", wrong_verify)
     report = verify.run(options(folder, dtype=dtype))
     assert not report.ok and report.data["differences"] > len(PROMPTS)
@@ -130,14 +130,14 @@ def test_a_judge_that_believes_a_draft_is_caught(folder: Path, dtype: str, monke
 
 
 @pytest.mark.slow
-def test_an_engine_that_forgets_the_end_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text that is the beginning of the other is a difference that no tie explains."""
+def test_truncated_text_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that is a prefix of the other is a difference and no tie."""
     from headstart.engine.engine import Engine
 
-    honest = Engine._append
+    original = Engine._append
 
     def short(self: Engine, sequence: Any, tokens: Any) -> int:
-        taken = honest(self, sequence, tokens)
+        taken = original(self, sequence, tokens)
         if self.drafting.drafter and sequence.num_output > 9 and not sequence.finish_reason:
             sequence.finish_reason = "stop"
         return taken
@@ -150,8 +150,8 @@ def test_an_engine_that_forgets_the_end_is_caught(folder: Path, monkeypatch: pyt
 
 
 @pytest.mark.slow
-def test_a_wrong_cache_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks named by their own tokens only, without what came before them."""
+def test_wrong_prefix_cache_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Block keys without the parent's key."""
     from headstart.cache.blocks import block_key
 
     for module in ("kv_cache", "blocks"):
@@ -181,7 +181,7 @@ def test_exit_codes_of_the_command(
     assert main(command) == 1 and json.loads(capsys.readouterr().out)["differences"] > 0
 
 
-def test_what_cannot_be_verified_is_said_first(folder: Path, tmp_path: Path) -> None:
+def test_unverifiable_models_are_refused_before_work(folder: Path, tmp_path: Path) -> None:
     calls: list[Any] = []
     with pytest.raises(UsageError, match="--rule rejection promises the same distribution"):
         verify.run(options(folder, config=EngineConfig(rule="rejection")), lambda *call: calls.append(call))
@@ -201,15 +201,15 @@ def test_what_cannot_be_verified_is_said_first(folder: Path, tmp_path: Path) -> 
       for name in ("batch-sizes", "chunk-sizes", "thread-counts")),
     (["--temperatures", "-1"], "temperature is -1.0"),
 ])  # fmt: skip
-def test_what_contradicts_itself(
+def test_contradicting_options_are_refused(
     folder: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["verify", str(folder), *flags]) == 2 and message in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_preemption_really_happens(folder: Path) -> None:
-    """In every cell made for it, whatever the depth, however much longer one prompt is than the others."""
+def test_preemption_cells_preempt(folder: Path) -> None:
+    """In every preemption cell, at each depth, with prompts of very different lengths."""
     grid = {**SMALL_GRID, "depths": (0, 3), "batch_sizes": (4, 16), "preemption": (True,)}
     prompts = tuple(prompt_of(length, i) for i, length in enumerate((5, 60, 9, 14, 21, 3)))
     report = verify.run(options(folder, grid, prompts=prompts, max_tokens=40))
@@ -221,11 +221,11 @@ def test_preemption_really_happens(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_model_is_loaded_for_each_thread_count(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded, honest = [], verify.load_model
+    loaded, original = [], verify.load_model
 
     def load(name: str, config: EngineConfig) -> Any:
         loaded.append(config.threads)
-        return honest(name, config)
+        return original(name, config)
 
     monkeypatch.setattr(verify, "load_model", load)
     report = verify.run(options(folder, thread_counts=(2, 1), prompts=PROMPTS[:1], max_tokens=4))
@@ -243,8 +243,8 @@ def test_thread_counts_by_backend(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_backend_that_is_exact_is_excused_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither are its differences measured: float64 scores are not what it computes."""
+def test_exact_backend_has_no_ties(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its differences have no margin, as float64 scores differ from its arithmetic."""
     monkeypatch.setattr(reference, "BACKEND", replace(reference.BACKEND, exact=True))
     monkeypatch.setattr("headstart.engine.verify.verify_exact", wrong_verify)
     monkeypatch.setattr("headstart.tools.verify.run.TIE", 1e9)
@@ -253,25 +253,25 @@ def test_a_backend_that_is_exact_is_excused_nothing(folder: Path, monkeypatch: p
     assert any(each["plain"] >= 0 for each in report.data["found"]) and "up to numeric ties" not in report.lines[-1]
 
 
-# The referee.
+# Ties.
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_margin_is_the_distance_of_two_scores(temperature: float) -> None:
+def test_margin_is_the_difference_of_two_scores(temperature: float) -> None:
     model = tiny_model(FAMILY)
     context, params = prompt_of(20, 0), SamplingParams(temperature=temperature, seed=5)
     engine = make(model, drafter="none")
     logits = engine.runner.forward([Span(new_sequence(engine, context), 0, len(context), 1)]).logits[0].numpy()
     best, second = np.argsort(-logits)[:2]
-    judge = TieChecker(str(model.checkpoint.path), EngineConfig(threads=1))
-    margin, tie = judge.margin(context, int(best), int(second), params)
+    tie_checker = TieChecker(str(model.checkpoint.path), EngineConfig(threads=1))
+    margin, tie = tie_checker.margin(context, int(best), int(second), params)
     assert not tie
     if temperature == 0:
         assert margin == pytest.approx(logits[best] - logits[second], abs=1e-5)
     else:
         asked = request(context, temperature=temperature, seed=5, max_tokens=1)
         drawn = run(make(model, drafter="none"), [asked])["r", 0].tokens[0]
-        gaps = [judge.margin(context, drawn, token, params)[0] for token in range(3, 12) if token != drawn]
+        gaps = [tie_checker.margin(context, drawn, token, params)[0] for token in range(3, 12) if token != drawn]
         assert min(gaps) > 0 and len({round(gap, 6) for gap in gaps}) == len(gaps)
 
 
@@ -286,8 +286,8 @@ def test_equal_scores_are_a_tie(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_float64_excuses_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What float32 may call a tie is a difference in float64."""
+def test_float64_has_no_ties(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tie in float32 is a difference in float64."""
     monkeypatch.setattr("headstart.engine.verify.verify_exact", wrong_verify)
     monkeypatch.setattr("headstart.tools.verify.run.TIE", 1e9)
     report = verify.run(options(folder, dtype="float32"))
@@ -296,8 +296,8 @@ def test_float64_excuses_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_margin_at_the_end_of_the_context() -> None:
-    judge = TieChecker(str(tiny_model(FAMILY).checkpoint.path), EngineConfig(threads=1, max_model_len=64))
-    margin, _ = judge.margin(prompt_of(63, 0), 5, 6, SamplingParams())
+    tie_checker = TieChecker(str(tiny_model(FAMILY).checkpoint.path), EngineConfig(threads=1, max_model_len=64))
+    margin, _ = tie_checker.margin(prompt_of(63, 0), 5, 6, SamplingParams())
     assert 0 < margin < 50
 
 
@@ -306,7 +306,7 @@ def test_margin_at_the_end_of_the_context() -> None:
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(0, 3))
 @settings(max_examples=40)
-def test_all_pairs_are_covered(sizes: list[int], seed: int) -> None:
+def test_pairwise_covers_all_pairs_of_levels(sizes: list[int], seed: int) -> None:
     factors = {f"f{i}": [f"{i}.{level}" for level in range(size)] for i, size in enumerate(sizes)}
     cells = pairwise(factors, seed)
     assert all(cell.keys() == factors.keys() for cell in cells)
@@ -318,8 +318,8 @@ def test_all_pairs_are_covered(sizes: list[int], seed: int) -> None:
 
 
 @pytest.mark.slow
-def test_the_grid_is_small() -> None:
-    """Every drafter that comes with the default model at every depth."""
+def test_default_grid_is_small() -> None:
+    """It has every drafter of the default model at every depth."""
     model = load_model(None, EngineConfig(threads=1))
     drafters = default_drafters(model, EngineConfig())
     assert drafters == ("eagle3", "ngram", "mixed", "mtp", "block")
@@ -330,7 +330,7 @@ def test_the_grid_is_small() -> None:
 
 
 @pytest.mark.slow
-def test_the_full_grid_compares_two_thousand_texts() -> None:
+def test_full_grid_compares_2000_texts() -> None:
     full = VerifyOptions(**FULL, thread_counts=(1, 2))
     assert (full.min_texts, full.max_tokens) == (2000, 64)
     factors = full.factors()
@@ -340,7 +340,7 @@ def test_the_full_grid_compares_two_thousand_texts() -> None:
         assert len({(cell[one], cell[other]) for cell in cells}) == len(factors[one]) * len(factors[other])
 
 
-def test_there_are_no_more_cells_than_there_can_be_and_few_of_many_candidates() -> None:
+def test_pairwise_is_limited_by_the_combinations_and_stays_small() -> None:
     assert len(pairwise({"a": (1, 2), "b": (1, 2, 3)}, at_least=99)) == 6
     assert len(pairwise({"a": (1, 2)}, at_least=99)) == 2
     factors = {f"f{i}": range(4) for i in range(8)}  # 65536 cells
@@ -355,25 +355,25 @@ def test_min_texts_adds_cells(folder: Path) -> None:
     assert report.data["texts"] == 21
 
 
-def test_cells_are_made_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where no drafter was named, and the model has to say which it has."""
+def test_cells_are_chosen_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the drafters come from the model."""
     made: list[int] = []
     monkeypatch.setattr(verify, "pairwise", lambda *grid: made.append(1) or pairwise(*grid))
     few = {"drafters": (), "depths": (1,), "chunk_sizes": (512,), "temperatures": (0.0,)}
     assert verify.run(options(folder, {**SMALL_GRID, **few}, prompts=PROMPTS[:1], max_tokens=2)).ok and len(made) == 1
 
 
-def test_scores_are_those_of_an_adapter() -> None:
+def test_margins_use_the_adapter() -> None:
     path, params = tiny_model(FAMILY).checkpoint.path, SamplingParams(temperature=0)
     config = EngineConfig(threads=1, lora=(f"one={random_adapter(path, 1)}",))
     plain = TieChecker(str(path), EngineConfig(threads=1)).margin([5, 6], 33, 77, params)
-    judge = TieChecker(str(path), config)
-    assert judge.margin([5, 6], 33, 77, params) == plain != judge.margin([5, 6], 33, 77, params, "one")
+    tie_checker = TieChecker(str(path), config)
+    assert tie_checker.margin([5, 6], 33, 77, params) == plain != tie_checker.margin([5, 6], 33, 77, params, "one")
     with pytest.raises(UsageError, match="--lora does not go with --against transformers"):
         verify.run(VerifyOptions(model=str(path), config=config, against="transformers"))
 
 
-def test_a_model_with_code_of_its_own_is_not_compared(tmp_path: Path) -> None:
+def test_model_with_custom_code_is_refused_for_transformers(tmp_path: Path) -> None:
     folder = write_tiny(FAMILY, tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     own = {"auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}
