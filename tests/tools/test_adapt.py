@@ -1,4 +1,4 @@
-"""`headstart adapt`: what is held out, when a new head stays, where it is found, and what is refused."""
+"""`headstart adapt`: held-out split, comparison of heads, saved heads, refused records."""
 
 import json
 from dataclasses import replace
@@ -31,24 +31,24 @@ FACTS = AdaptedHead(kind="mtp", date="2026-11-22", base="", before=1.5, after=2.
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A softened trunk without a head of its own."""
+    """A softened trunk without a head."""
     config, arrays = family_of("llama").tiny(num_hidden_layers=2, vocab_size=support.VOCAB)
     return str(write_model(tmp_path_factory.mktemp("model"), config, soften(arrays, 0.1)))
 
 
-def loaded(name: str) -> Model:
+def load(name: str) -> Model:
     return load_model(name, EngineConfig(threads=1, backend="reference", dtype="float64"))
 
 
-def write(folder: Path, name: str, *, agreeing: bool) -> Path:
-    """A head that is mostly right, or one that hardly ever is."""
-    model = loaded(name)
+def write_head(folder: Path, name: str, *, agreeing: bool) -> Path:
+    """A head with high acceptance if `agreeing`, else with low acceptance."""
+    model = load(name)
     spec = HeadSpec(layer=model.config.head_layer)
     return support.write_head(folder, model.config, spec, support.mtp_arrays(model, spec, agreeing))
 
@@ -62,8 +62,8 @@ def texts(count: int, seed: int = 0) -> list[TextRecord]:
     return [TextRecord(prompt(rng), prompt(rng, 12), float(i % 2)) for i in range(count)]
 
 
-def recorded(folder: Path, name: str, records: list[TextRecord]) -> Path:
-    claim_folder(folder, RecordedModel.of(loaded(name)))
+def write_records(folder: Path, name: str, records: list[TextRecord]) -> Path:
+    claim_folder(folder, RecordedModel.of(load(name)))
     files = RecordFiles(folder, 2**20)
     for each in records:
         files.append(each.line())
@@ -71,14 +71,14 @@ def recorded(folder: Path, name: str, records: list[TextRecord]) -> Path:
     return folder
 
 
-def test_the_split_is_the_same_in_every_run_whatever_has_come_since() -> None:
+def test_held_out_records_stay_held_out_as_records_are_added() -> None:
     first, more = texts(200), texts(200, seed=1)
     before, after = split_records(first), split_records(first + more)
     assert 8 <= len(before.held_out) <= 40 and set(before.held_out) <= set(after.held_out)
     assert not {*before.training, *after.training} & set(after.held_out)
 
 
-def test_a_conversation_stays_on_one_side_and_a_system_prompt_says_nothing() -> None:
+def test_conversations_are_not_split_and_system_prompts_are_ignored() -> None:
     rng = np.random.default_rng(3)
     system, records = prompt(rng, 300), []
     for _ in range(100):
@@ -94,7 +94,7 @@ def test_a_conversation_stays_on_one_side_and_a_system_prompt_says_nothing() -> 
     assert len(found.training) > 150 and found.held_out and found.num_similar > 0
 
 
-def test_few_or_equal_prompts() -> None:
+def test_split_of_few_or_equal_prompts() -> None:
     assert not split_records([]).training
     one = texts(1)
     assert len(split_records(one).held_out + split_records(one).training) == 1
@@ -108,15 +108,15 @@ def test_few_or_equal_prompts() -> None:
     [([9] * 20, True), ([5] * 20, False), ([6, 4] * 10, False), ([4] * 20, False), ([9] * 3, False)],
     ids=["better", "equal", "noise", "worse", "few"],
 )
-def test_better_beyond_its_interval(after: list[int], better: bool) -> None:
+def test_better_head_must_exceed_its_confidence_interval(after: list[int], better: bool) -> None:
     found = HeadComparison([(10, 5)] * len(after), [(10, count) for count in after])
     assert found.is_better == better and f"1.50 -> {1 + np.mean(after) / 10:.2f}" in found.line("x")
     assert json.dumps(found.data())
 
 
 @pytest.mark.slow
-def test_it_is_used_until_it_is_forgotten(model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    head = write(tmp_path / "head", model, agreeing=True)
+def test_adapted_head_is_used_until_forgotten(model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    head = write_head(tmp_path / "head", model, agreeing=True)
     save_head(folder_of(model) / "mtp", head, FACTS)
     assert with_adapted(model, CONFIG).head == str(folder_of(model) / "mtp")
     assert with_adapted(model, replace(CONFIG, draft_vocab=9)).draft_vocab == "auto", "it has tokens of its own"
@@ -132,10 +132,10 @@ def test_it_is_used_until_it_is_forgotten(model: str, tmp_path: Path, capfd: pyt
     assert main(["adapt", "--forget", "--model", model]) == 0 and "nothing was adapted" in capfd.readouterr().out
 
 
-def test_a_new_shipped_head_or_a_damaged_file_ends_it(
+def test_outdated_or_damaged_adapted_head_is_not_used(
     tmp_path: Path, model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    head = write(tmp_path / "head", model, agreeing=True)
+    head = write_head(tmp_path / "head", model, agreeing=True)
     save_head(folder_of(model) / "mtp", head, replace(FACTS, base="of an older version"))
     assert find_adapted_head(model, CONFIG) is None
     save_head(folder_of(model) / "mtp", head, FACTS)
@@ -151,7 +151,7 @@ def test_a_new_shipped_head_or_a_damaged_file_ends_it(
 
 
 def adapt(monkeypatch: pytest.MonkeyPatch, trained: Path, *words: str, options: list[Any] | None = None) -> int:
-    """The command, whose training makes the head `trained`. options: those of the training are added to them."""
+    """Runs the command with a fake training that exports `trained`. `options`: receives the training options."""
     asked = [] if options is None else options
     from headstart.tools.adapt import run
     from headstart.train.head_weights import export_head
@@ -169,11 +169,11 @@ def adapt(monkeypatch: pytest.MonkeyPatch, trained: Path, *words: str, options: 
 
 
 @pytest.mark.slow
-def test_the_better_head_is_kept_and_the_worse_one_not(
+def test_better_head_is_saved_and_worse_one_is_not(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    good, bad = (write(tmp_path / str(side), model, agreeing=side) for side in (True, False))
-    folder = recorded(tmp_path / "records", model, texts(80))
+    good, bad = (write_head(tmp_path / str(side), model, agreeing=side) for side in (True, False))
+    folder = write_records(tmp_path / "records", model, texts(80))
     (folder / "records-0.jsonl").write_bytes(b"{broken\n")
     words = (str(folder), "--model", model)
     assert adapt(monkeypatch, good, *words, "--head", str(bad)) == 0
@@ -185,23 +185,23 @@ def test_the_better_head_is_kept_and_the_worse_one_not(
     assert (document["path"], oct(kept[0].stat().st_mode)[-3:]) == (str(kept[0]), "700")
     assert [path.name for path in folder_of(model).iterdir()] == ["mtp"], "no text is left behind"
 
-    assert adapt(monkeypatch, bad, *words) == 0  # from the adapted one on
+    assert adapt(monkeypatch, bad, *words) == 0  # starts from the adapted head
     document = json.loads(capfd.readouterr().out)
     assert not document["adapted"] and document["held_out"]["difference"][1] < 0
     assert find_adapted_head(model, CONFIG) == kept
 
 
 @pytest.mark.slow
-def test_a_head_for_an_adapter(
+def test_head_is_adapted_to_a_lora_adapter(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It learns from texts of its adapter, and is used where that is the only one."""
+    """The head is trained on texts of the adapter and used where this adapter is the only one."""
     first, second = random_adapter(Path(model), 1), random_adapter(Path(model), 2)
-    weak = json.loads((first / "adapter_config.json").read_text()) | {"lora_alpha": 0.01}  # the good head stays good
+    weak = json.loads((first / "adapter_config.json").read_text()) | {"lora_alpha": 0.01}  # `good` keeps its acceptance
     (first / "adapter_config.json").write_text(json.dumps(weak))
-    good, bad = (write(tmp_path / str(side), model, agreeing=side) for side in (True, False))
+    good, bad = (write_head(tmp_path / str(side), model, agreeing=side) for side in (True, False))
     own = [replace(each, adapter=digest_of(first)) for each in texts(80, seed=4)]
-    folder, asked = recorded(tmp_path / "records", model, texts(30) + own), list[Any]()
+    folder, asked = write_records(tmp_path / "records", model, texts(30) + own), list[Any]()
     words = (str(folder), "--model", model, "--head", str(bad))
     assert adapt(monkeypatch, good, *words, "--lora", str(first), options=asked) == 0
     document = json.loads(capfd.readouterr().out)
@@ -218,12 +218,12 @@ def test_a_head_for_an_adapter(
     assert "forgotten: mtp;" in capfd.readouterr().out and find_adapted_head(model, configs[0]) is None
 
 
-def test_ctrl_c_leaves_the_head_in_use_and_says_how_to_go_on(
+def test_interrupt_keeps_the_head_in_use_and_can_be_continued(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     from headstart.tools.adapt import run
 
-    save_head(folder_of(model) / "mtp", write(tmp_path / "head", model, agreeing=True), FACTS)
+    save_head(folder_of(model) / "mtp", write_head(tmp_path / "head", model, agreeing=True), FACTS)
     before = (folder_of(model) / "mtp" / "model.safetensors").read_bytes()
 
     def train(options: Any, progress: Progress) -> None:
@@ -231,28 +231,28 @@ def test_ctrl_c_leaves_the_head_in_use_and_says_how_to_go_on(
 
     monkeypatch.setattr(run, "train", train)
     monkeypatch.setattr(run.self_distillation, "run", lambda options, progress: Report(False, {}, []))
-    words = ["adapt", str(recorded(tmp_path / "records", model, texts(80))), "--model", model, "--threads", "1"]
+    words = ["adapt", str(write_records(tmp_path / "records", model, texts(80))), "--model", model, "--threads", "1"]
     assert main(words) == 130
-    told = capfd.readouterr().err
-    assert "error: interrupted\nhint: the head in use is unchanged; the same command continues" in told
+    printed = capfd.readouterr().err
+    assert "error: interrupted\nhint: the head in use is unchanged; the same command continues" in printed
     assert (folder_of(model) / "mtp" / "model.safetensors").read_bytes() == before
     assert (folder_of(model) / f"mtp{WORK}" / "records.jsonl").exists()
     assert main(["adapt", "--forget", "--model", model, "--kind", "mtp"]) == 0
-    assert "forgotten: mtp; " in (told := capfd.readouterr().out)
-    assert "removed files of interrupted runs: mtp" in told and not list(folder_of(model).iterdir())
+    assert "forgotten: mtp; " in (printed := capfd.readouterr().out)
+    assert "removed files of interrupted runs: mtp" in printed and not list(folder_of(model).iterdir())
 
 
-def test_bad_records(model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    head = write(tmp_path / "head", model, agreeing=True)
+def test_bad_records_are_refused(model: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    head = write_head(tmp_path / "head", model, agreeing=True)
     (tmp_path / "empty").mkdir()
-    claim_folder(tmp_path / "none", RecordedModel.of(loaded(model)))
-    claim_folder(tmp_path / "other", replace(RecordedModel.of(loaded(model)), fingerprint="x"))
-    claim_folder(tmp_path / "damaged", RecordedModel.of(loaded(model)))
+    claim_folder(tmp_path / "none", RecordedModel.of(load(model)))
+    claim_folder(tmp_path / "other", replace(RecordedModel.of(load(model)), fingerprint="x"))
+    claim_folder(tmp_path / "damaged", RecordedModel.of(load(model)))
     (tmp_path / "damaged" / "records-1.jsonl").write_text('{"prompt_ids": [1, 999], "response_ids": [1]}\n\x00\n')
-    recorded(tmp_path / "few", model, texts(10))
+    write_records(tmp_path / "few", model, texts(10))
     same = [replace(texts(1, seed)[0], response_ids=(5, 6, i + 3)) for seed in range(9) for i in range(30)]
     once = next(part for i in range(9) if split_records(part := same[30 * i : 30 * i + 30]).training)
-    recorded(tmp_path / "same", model, once)
+    write_records(tmp_path / "same", model, once)
     (tmp_path / "file").touch()
     cases = {
         "empty": "holds no records: it has no manifest.json", "none": "holds no text yet", "file": "is a file",
@@ -264,20 +264,22 @@ def test_bad_records(model: str, tmp_path: Path, capfd: pytest.CaptureFixture[st
         assert message in capfd.readouterr().err
 
 
-def test_heads_that_cannot_be_adapted(
+def test_missing_or_untrainable_heads_are_refused(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["adapt", str(recorded(tmp_path / "records", model, texts(40))), "--model", model]
+    words = ["adapt", str(write_records(tmp_path / "records", model, texts(40))), "--model", model]
     assert main(words) == 2 and "has no head to adapt" in capfd.readouterr().err
-    head = str(write(tmp_path / "head", model, agreeing=True))
+    head = str(write_head(tmp_path / "head", model, agreeing=True))
     assert main([*words, "--head", head, "--kind", "eagle3"]) == 2
     assert "has no head of kind eagle3, but one of kind mtp" in capfd.readouterr().err
     monkeypatch.setattr("headstart.tools.adapt.run.head_kind", lambda name: replace(head_kind(name), training=None))
     assert main([*words, "--head", head]) == 2 and "a head of kind mtp cannot be trained" in capfd.readouterr().err
 
 
-def test_where_nothing_can_be_written(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    head = write(tmp_path / "head", model, agreeing=True)
+def test_unwritable_folder_and_unknown_model_are_refused(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head = write_head(tmp_path / "head", model, agreeing=True)
     with pytest.raises(CapacityError, match="cannot write"):
         save_head(Path("/proc/none/mtp"), head, FACTS)
     with pytest.raises((ModelError, UsageError)):
@@ -285,5 +287,5 @@ def test_where_nothing_can_be_written(model: str, tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("words", [["x", "--minutes", "0"], ["x", "--minutes", "nan"], [], ["x", "--forget"]])
-def test_wrong_words(words: list[str]) -> None:
+def test_wrong_arguments_are_refused(words: list[str]) -> None:
     assert main(["adapt", *words]) == 2

@@ -1,4 +1,4 @@
-"""`headstart gate`: verdicts over records of known make, its files, and two real servers with a fault."""
+"""`headstart gate`: checks on synthetic records, output files, and two servers of which one is faulty."""
 
 import json
 import random
@@ -32,7 +32,7 @@ OPTIONS = GateOptions(old="old", new="new")
 
 
 def record(seed: int, **changes: Any) -> GateRecord:
-    """56 answers with about 2 tokens per pass and 100 tokens/s; `changes` of every answer."""
+    """A record of 56 answers with about 2 tokens per pass and 100 tokens/s, each with `changes`."""
     drawn = random.Random(seed)
     answers = {}
     for number in range(56):
@@ -45,13 +45,13 @@ def record(seed: int, **changes: Any) -> GateRecord:
     return GateRecord("model", 64, 1, answers)
 
 
-def failed(old: GateRecord, new: GateRecord, options: GateOptions = OPTIONS) -> list[str]:
+def failed_checks(old: GateRecord, new: GateRecord, options: GateOptions = OPTIONS) -> list[str]:
     return [check.name for check in compare(old, new, options) if check.ok is False]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_no_false_alarm(seed: int) -> None:
-    assert failed(record(seed), record(1000 + seed)) == []
+def test_equal_sides_pass(seed: int) -> None:
+    assert failed_checks(record(seed), record(1000 + seed)) == []
 
 
 @pytest.mark.parametrize(
@@ -64,14 +64,14 @@ def test_no_false_alarm(seed: int) -> None:
     ],
     ids=["another template", "batch variance", "dropped head", "slower"],
 )
-def test_a_fault_is_named(changes: dict[str, Any], names: list[str]) -> None:
-    found = failed(record(1), record(2, **changes))
+def test_each_fault_fails_its_checks(changes: dict[str, Any], names: list[str]) -> None:
+    found = failed_checks(record(1), record(2, **changes))
     assert len(found) == len(names)
     assert all(each.startswith(name) for each, name in zip(found, names, strict=True))
 
 
-def test_refusals_are_answers_that_differ() -> None:
-    """A server answers some requests, and the others with status 500."""
+def test_refused_requests_count_as_different_answers() -> None:
+    """The new side answers tool requests with status 500."""
     refusal = {"texts": ("answers 500: x",) * 2, "company": "answers 500: x", "tokens": None, "refused": True}
     old, new = record(1), record(2)
     new = replace(new, answers={key: replace(each, **refusal) if each.kind == "tools" else each
@@ -84,37 +84,36 @@ def test_refusals_are_answers_that_differ() -> None:
     assert checks["tokens per pass, all"].ok
 
 
-def test_differences_of_the_old_side_are_no_fault_of_the_new_one() -> None:
+def test_inexact_old_side_excuses_text_differences() -> None:
     old = record(1, texts=("one", "other"), company="third")
-    assert failed(old, record(2, texts=("one", "fourth"), company="fifth")) == []
+    assert failed_checks(old, record(2, texts=("one", "fourth"), company="fifth")) == []
 
 
-def test_noise_of_a_busy_machine_is_no_fault() -> None:
-    """16 answers a side, with times that vary by 40 %. A 95 % interval below 1 as the limit failed 4 of these 100
-    runs."""
+def test_timing_noise_passes() -> None:
+    """16 answers a side with 40 % noise in time. With the limit "95 % interval below 1", 4 of these 100 runs failed."""
 
     def busy(seed: int) -> GateRecord:
         drawn, quiet = random.Random(seed), record(1)
         kept = list(quiet.answers.items())[:16]
         return replace(quiet, answers={key: replace(each, seconds=drawn.lognormvariate(0, 0.4)) for key, each in kept})
 
-    assert sum(bool(failed(busy(seed), busy(1000 + seed))) for seed in range(100)) < 2
+    assert sum(bool(failed_checks(busy(seed), busy(1000 + seed))) for seed in range(100)) < 2
 
 
-def test_the_chance_of_slower_answers_is_that_of_all_outcomes() -> None:
+def test_chance_of_more_is_the_binomial_tail() -> None:
     outcomes = [sum(each) for each in product((0, 1), repeat=9)]
     for slower in range(10):
         assert chance_of_more(slower, 9) == sum(each >= slower for each in outcomes) / len(outcomes)
 
 
-def test_speeds_of_two_times_are_not_judged() -> None:
+def test_speeds_measured_at_different_times_are_not_checked() -> None:
     (check,) = [each for each in compare(record(1), record(2, seconds=1.0), OPTIONS, in_turns=False)
                 if each.name == "speed, alone"]  # fmt: skip
     assert check.ok is None
 
 
-def test_arguments_of_several_tool_calls_are_judged_one_by_one() -> None:
-    """A client joins them. Each must be whole."""
+def test_arguments_of_joined_tool_calls_are_validated_separately() -> None:
+    """The client joins the arguments of several calls. Each must be complete JSON."""
     answer = next(iter(record(1).answers.values()))
     for text, valid in ((VALID + VALID, True), (f"{VALID}\n{VALID} ", True), (VALID + VALID[:-9], False),
                         (VALID + "{}", False), (VALID + " 5", False), ("", False)):  # fmt: skip
@@ -122,8 +121,8 @@ def test_arguments_of_several_tool_calls_are_judged_one_by_one() -> None:
 
 
 @pytest.mark.parametrize(("hits", "verdict"), [(0, None), (5, None), (6, False), (12, False)])
-def test_a_loss_that_could_not_be_noticed_is_not_judged(hits: int, verdict: bool | None) -> None:
-    """12 tool calls, `hits` of them valid on the old side and none on the new one."""
+def test_loss_too_small_to_detect_is_not_checked(hits: int, verdict: bool | None) -> None:
+    """Of 12 tool calls, `hits` are valid on the old side and none on the new one."""
     old, new = record(1), record(2)
     tools = [key for key, each in old.answers.items() if each.kind == "tools"][:12]
     old = replace(old, answers={key: replace(old.answers[key], texts=((VALID if number < hits else "{"),) * 2)
@@ -136,19 +135,19 @@ def test_a_loss_that_could_not_be_noticed_is_not_judged(hits: int, verdict: bool
 
 def test_text_changes_can_be_allowed() -> None:
     changed = {"texts": (VALID, VALID), "company": VALID}
-    assert failed(record(1), record(2, **changed)) == ["same text as the old side, greedy"]
-    assert failed(record(1), record(2, **changed), replace(OPTIONS, allow_text_changes=True)) == []
+    assert failed_checks(record(1), record(2, **changed)) == ["same text as the old side, greedy"]
+    assert failed_checks(record(1), record(2, **changed), replace(OPTIONS, allow_text_changes=True)) == []
 
 
-def test_the_chance_is_that_of_all_ways_to_distribute_the_hits() -> None:
-    """Against an enumeration of all ways."""
+def test_chance_of_fewer_is_the_hypergeometric_tail() -> None:
+    """Against an enumeration of all distributions of the hits."""
     old_hits, old_trials, new_hits, new_trials = 6, 7, 2, 6
     ways = list(combinations(range(old_trials + new_trials), old_hits + new_hits))
     fewer = sum(sum(place >= old_trials for place in way) <= new_hits for way in ways)
     assert chance_of_fewer(old_hits, old_trials, new_hits, new_trials) == pytest.approx(fewer / len(ways))
 
 
-def test_a_baseline_is_read_again(tmp_path: Path) -> None:
+def test_baseline_round_trips(tmp_path: Path) -> None:
     path = tmp_path / "baseline.json"
     path.write_text(json.dumps(record(1).data()))
     assert GateRecord.read(path) == record(1)
@@ -163,7 +162,7 @@ def document(*checks: GateCheck) -> dict[str, Any]:
     return {"ok": True, **sides, "checks": rows, "summary": "PASSED", "max_tokens": 64, "record": {}}
 
 
-def test_files_carry_the_checks() -> None:
+def test_output_files_contain_the_checks() -> None:
     data = document(
         GateCheck("tokens per pass, short", True, "2.00", "1.90"),
         GateCheck("tokens per pass, all", True, "2.00", "1.90"),
@@ -178,12 +177,12 @@ def test_files_carry_the_checks() -> None:
     assert "slow &amp; late" in outputs.page(data)
 
 
-def test_prompts_of_another_run_are_in_no_cache() -> None:
-    """llama.cpp wrote 9 of 56 texts otherwise with the prompt in its cache, so a fresh server failed beside a used one.
-    The second word tells prompts apart: a number. A baseline keeps the seed."""
+def test_prompts_of_runs_differ_in_an_early_word() -> None:
+    """A cached prompt would change texts: llama.cpp wrote 9 of 56 texts differently with the prompt in its cache. The
+    second word is a number drawn from the seed. A baseline keeps the seed."""
     assert gate_prompts(2, OPTIONS.seed) == gate_prompts(2, OPTIONS.seed)
     one, other = ([prompt.text.split()[1] for prompt in gate_prompts(2, seed)] for seed in (OPTIONS.seed, 1))
-    assert len(set(one)) == len(one) - len(builtin_prompts()) + 1  # the built-in ones share a number
+    assert len(set(one)) == len(one) - len(builtin_prompts()) + 1  # the built-in prompts share a number
     assert set(one).isdisjoint(other)
     assert GateOptions(old="", new="").seed != GateOptions(old="", new="").seed
 
@@ -191,11 +190,11 @@ def test_prompts_of_another_run_are_in_no_cache() -> None:
 def test_bad_sides_and_files_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before a server of the other side starts."""
+    """No server starts before all arguments are checked."""
     taken = tmp_path / "gate.xml"
     taken.touch()
     monkeypatch.delattr("subprocess.Popen")
-    for words, told in (
+    for words, message in (
         (["./nothing", "http://127.0.0.1:9"], "'./nothing' is no checkpoint"),
         (["qwen3_5-tiny", "./nothing"], "'./nothing' is no checkpoint"),
         (["http://127.0.0.1:9", "http://127.0.0.1:9"], "connection refused"),
@@ -203,12 +202,12 @@ def test_bad_sides_and_files_are_refused(
         (["missing.json", "http://127.0.0.1:9"], "cannot read missing.json"),
     ):
         assert main(["gate", *words]) == 2
-        assert told in capsys.readouterr().err
+        assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_a_dropped_head_between_two_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The shipped tiny model against a copy without its MTP tensors: texts stay, tokens per pass do not."""
+def test_checkpoint_without_its_head_fails_tokens_per_pass(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The shipped tiny model against a copy without MTP tensors has equal texts and fewer tokens per pass."""
     without = tmp_path / "without"
     assert main(["graft", "qwen3_5-tiny", "--strip", "--out", str(without)]) == 0
     capsys.readouterr()
@@ -218,12 +217,11 @@ def test_a_dropped_head_between_two_checkpoints(tmp_path: Path, capsys: pytest.C
     wrong = [check["name"] for check in data["checks"] if check["ok"] is False]
     assert "tokens per pass, all" in wrong
     assert not [name for name in wrong if "same text" in name or "valid" in name]
-    assert main(["gate", str(baseline), "qwen3_5-tiny"]) == 2  # before any prompt is asked
+    assert main(["gate", str(baseline), "qwen3_5-tiny"]) == 2  # before any prompt is sent
     assert f"is of model {without}, and qwen3_5-tiny serves qwen3_5-tiny" in capsys.readouterr().err.replace("\n", " ")
 
 
-def test_the_action_runs_the_command() -> None:
-    """action.yml passes options that the command has."""
+def test_github_action_uses_options_of_the_command() -> None:
     import yaml
 
     action = yaml.safe_load((Path(__file__).parents[2] / "action.yml").read_text("utf-8"))

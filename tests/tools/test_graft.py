@@ -1,4 +1,4 @@
-"""`headstart graft`: trunks keep their bytes, heads come back whole, and what does not fit is refused."""
+"""`headstart graft`: trunks keep their bytes, heads are copied, mismatches are refused."""
 
 import hashlib
 import json
@@ -49,7 +49,7 @@ HEAD: dict[str, Array] = {
 
 
 def all_tensors(folder: Path) -> dict[str, Raw]:
-    """By the index where there is one, so that what it does not name does not count."""
+    """The tensors named by the index."""
     weight_map = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     files = {file: read_raw(folder / file) for file in set(weight_map.values())}
     assert sum(map(len, files.values())) == len(weight_map)
@@ -67,16 +67,16 @@ def base(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def tuned(tmp_path: Path) -> Path:
-    """Other weights in the trunk, no head, no promise."""
+    """A fine-tune with another LM head, no MTP head and no declared modules."""
     trunk = TRUNK | {"lm_head.weight": tensor("BF16", V, H, seed=7)}
     return write_checkpoint(tmp_path / "tuned", {**CONFIG, "num_nextn_predict_layers": 0, "mine": 1}, trunk, shards=2)
 
 
-def nested(tensors: dict[str, Array]) -> dict[str, Array]:
+def in_language_model(tensors: dict[str, Array]) -> dict[str, Array]:
     return {name.replace("model.", "model.language_model.", 1): array for name, array in tensors.items()}
 
 
-def wrapped(config: dict[str, Any]) -> dict[str, Any]:
+def multimodal_config(config: dict[str, Any]) -> dict[str, Any]:
     return {"model_type": "deepseek_v3", "text_config": {**config, "model_type": "deepseek_v3_text"}}
 
 
@@ -86,17 +86,17 @@ TOWERS: dict[str, Array] = {
 }
 
 
-def test_layers_of_other_towers_are_no_head(base: Path, tmp_path: Path) -> None:
-    """Though a tower may have more layers than the trunk, and may come first."""
-    tuned = write_checkpoint(tmp_path / "tuned", {"text_config": CONFIG}, {**nested(TRUNK), **TOWERS})
+def test_layers_of_other_towers_are_not_taken_for_a_head(base: Path, tmp_path: Path) -> None:
+    """A tower may have more layers than the trunk and may come first."""
+    tuned = write_checkpoint(tmp_path / "tuned", {"text_config": CONFIG}, {**in_language_model(TRUNK), **TOWERS})
     run(GraftOptions(model=str(tuned), base=str(base), out=tmp_path / "out"))
-    head = {name: raw(array) for name, array in nested(HEAD).items()}
+    head = {name: raw(array) for name, array in in_language_model(HEAD).items()}
     assert all_tensors(tmp_path / "out") == all_tensors(tuned) | head
     run(GraftOptions(model=str(tmp_path / "out"), out=tmp_path / "bare", strip=True))
     assert all_tensors(tmp_path / "bare") == all_tensors(tuned)
 
 
-def test_the_head_comes_back_and_the_trunk_is_shared(base: Path, tuned: Path, tmp_path: Path) -> None:
+def test_head_is_grafted_and_trunk_files_are_hard_links(base: Path, tuned: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     report = run(GraftOptions(model=str(tuned), base=str(base), out=out))
     assert all_tensors(out) == all_tensors(tuned) | {name: raw(array) for name, array in HEAD.items()}
@@ -104,13 +104,13 @@ def test_the_head_comes_back_and_the_trunk_is_shared(base: Path, tuned: Path, tm
     for file in tuned.glob("*.safetensors"):
         assert file.samefile(out / file.name)
     assert report.data["acceptance"]["verdict"].startswith("acceptance not measured: config.json: ")
-    written = json.loads((out / graft.PROVENANCE).read_text())  # where the head came from
+    written = json.loads((out / graft.PROVENANCE).read_text())  # origin of the head
     assert (written["head"]["name"], written["head_tensors"]) == (str(base), len(HEAD))
     assert written["head_sha256"] == hashlib.sha256((out / written["head_file"]).read_bytes()).hexdigest()
     assert written["config_keys"] == {"num_nextn_predict_layers": 1}
 
 
-def test_a_family_that_does_not_run_here_is_not_measured(tmp_path: Path) -> None:
+def test_unsupported_family_is_not_measured(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "other", {**CONFIG, "model_type": "pangu_ultra_moe"}, TRUNK)
     assert "pangu_ultra_moe does not run here" in graft.measure(folder, lambda done, total, text: None)["verdict"]
 
@@ -123,7 +123,7 @@ def test_strip_and_graft_are_inverse(base: Path, tmp_path: Path) -> None:
     assert all_tensors(tmp_path / "whole") == all_tensors(base) and config_of(tmp_path / "whole") == config_of(base)
 
 
-def test_half_a_head_is_replaced(base: Path, tmp_path: Path) -> None:
+def test_incomplete_head_is_replaced(base: Path, tmp_path: Path) -> None:
     half = {name: array for name, array in HEAD.items() if "eh_proj" not in name}
     write_checkpoint(tmp_path / "half", CONFIG, {**TRUNK, **half})
     report = run(GraftOptions(model=str(tmp_path / "half"), base=str(base), out=tmp_path / "out"))
@@ -131,14 +131,14 @@ def test_half_a_head_is_replaced(base: Path, tmp_path: Path) -> None:
     assert "3 tensors of an incomplete head were replaced" in report.data["notes"]
 
 
-def test_a_text_only_fine_tune_of_a_wrapped_model(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path / "base", wrapped(CONFIG), nested({**TRUNK, **HEAD}))
+def test_text_only_fine_tune_of_a_multimodal_model_is_grafted(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path / "base", multimodal_config(CONFIG), in_language_model({**TRUNK, **HEAD}))
     write_checkpoint(tmp_path / "tuned", {**CONFIG, "num_nextn_predict_layers": 0}, TRUNK, shards=1, index=False)
     (tmp_path / "tuned" / "model-00001-of-00001.safetensors").rename(tmp_path / "tuned" / "model.safetensors")
     run(GraftOptions(model=str(tmp_path / "tuned"), base=str(tmp_path / "base"), out=tmp_path / "out"))
     assert all_tensors(tmp_path / "out").keys() == TRUNK.keys() | HEAD.keys()
     assert config_of(tmp_path / "out")["num_nextn_predict_layers"] == 1
-    assert not (tmp_path / "out" / "model.safetensors").exists()  # readers that find it look no further
+    assert not (tmp_path / "out" / "model.safetensors").exists()  # readers would prefer it to the index
 
 
 QUANTIZED = {
@@ -153,20 +153,19 @@ QUANTIZED = {
 
 
 @pytest.mark.parametrize("method", QUANTIZED)
-def test_engines_are_told_that_the_head_is_not_quantized(method: str, base: Path, tmp_path: Path) -> None:
+def test_head_is_added_to_the_quantization_ignore_list(method: str, base: Path, tmp_path: Path) -> None:
     quantization, key = QUANTIZED[method]
     tuned = write_checkpoint(tmp_path / "tuned", {**CONFIG, "quantization_config": quantization}, TRUNK)
     run(GraftOptions(model=str(tuned), base=str(base), out=tmp_path / "out"))
-    told = config_of(tmp_path / "out")["quantization_config"]
+    written = config_of(tmp_path / "out")["quantization_config"]
     names = [r"-:^model\.layers\.1\.eh_proj$"] if method == "gptq" else ["model.layers.1.eh_proj"]
-    assert set(names) <= set(told[key]) and set(quantization.get(key, [])) <= set(told[key])
+    assert set(names) <= set(written[key]) and set(quantization.get(key, [])) <= set(written[key])
 
 
 MATRIX = "model.layers.1.self_attn.o_proj.weight"
 
 
-def test_a_quantized_head_becomes_as_the_target_is(tuned: Path, tmp_path: Path) -> None:
-    """Plain, or quantized in the same way."""
+def test_fp8_head_is_dequantized_unless_the_target_has_fp8(tuned: Path, tmp_path: Path) -> None:
     config = {**CONFIG, "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     head = {**HEAD, MATRIX: tensor("F8_E4M3", 130, 200), f"{MATRIX}_scale_inv": np.ones((2, 2), np.float32)}
     base = write_checkpoint(tmp_path / "fp8", config, {**TRUNK, **head})
@@ -178,25 +177,25 @@ def test_a_quantized_head_becomes_as_the_target_is(tuned: Path, tmp_path: Path) 
     assert all_tensors(tmp_path / "again") == all_tensors(base) and config_of(tmp_path / "again") == config_of(base)
 
 
-def test_quantized_heads_are_fp8_blocks(base: Path, tuned: Path, tmp_path: Path) -> None:
+def test_quantize_head_writes_fp8_blocks(base: Path, tuned: Path, tmp_path: Path) -> None:
     run(GraftOptions(model=str(tuned), base=str(base), out=tmp_path / "out", quantize_head=True))
     found = all_tensors(tmp_path / "out")
     dtype, shape, codes = found[MATRIX]
     assert (dtype, shape) == ("F8_E4M3", (130, 200))
     scale = np.frombuffer(found[f"{MATRIX}_scale_inv"][2], np.float32).reshape(2, 2)
     values = make_tensor(MATRIX, shape, dtype, np.frombuffer(codes, np.uint8)).float32()
-    again = values * np.repeat(np.repeat(scale, 128, 0), 128, 1)[:130, :200]
+    restored = values * np.repeat(np.repeat(scale, 128, 0), 128, 1)[:130, :200]
     exact = make_tensor(MATRIX, shape, "BF16", np.frombuffer(raw(HEAD[MATRIX])[2], np.uint8)).float32()
-    assert np.abs(again - exact).max() <= np.abs(exact).max() / 448 * 16  # half a step of the top binade
+    assert np.abs(restored - exact).max() <= np.abs(exact).max() / 448 * 16  # half a step of the top binade
     assert found["model.layers.1.eh_proj.weight"] == raw(HEAD["model.layers.1.eh_proj.weight"])
-    told = config_of(tmp_path / "out")["quantization_config"]
-    kept = told["modules_to_not_convert"]
-    assert told["weight_block_size"] == [128, 128] and MATRIX.removesuffix(".weight") not in kept
+    written = config_of(tmp_path / "out")["quantization_config"]
+    kept = written["modules_to_not_convert"]
+    assert written["weight_block_size"] == [128, 128] and MATRIX.removesuffix(".weight") not in kept
     assert {"model.layers.0.mlp.up_proj", "model.layers.1.eh_proj", "lm_head"} <= set(kept)
 
 
-def test_nearest_e4m3() -> None:
-    """As PyTorch rounds; what is too large becomes the largest."""
+def test_nearest_e4m3_rounds_as_pytorch() -> None:
+    """Values beyond the range become the largest value."""
     values = np.random.default_rng(0).standard_normal(4096).astype(np.float32) * 100
     codes = torch.from_numpy(values).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
     assert nearest_e4m3(values).tolist() == codes.tolist()
@@ -204,13 +203,13 @@ def test_nearest_e4m3() -> None:
     assert nearest_e4m3(ties.numpy()).tolist() == ties.to(torch.float8_e4m3fn).view(torch.uint8).tolist()
 
 
-def test_modelopts_own_file_is_told_too(base: Path, tuned: Path, tmp_path: Path) -> None:
+def test_head_is_added_to_hf_quant_config(base: Path, tuned: Path, tmp_path: Path) -> None:
     document = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
     (tuned / "hf_quant_config.json").write_text(json.dumps(document))
     run(GraftOptions(model=str(tuned), base=str(base), out=tmp_path / "out"))
-    told = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())
-    assert told["producer"] == document["producer"] and told["quantization"]["quant_algo"] == "FP8"
-    assert {"lm_head", "model.layers.1.eh_proj"} <= {*told["quantization"]["exclude_modules"]}
+    written = json.loads((tmp_path / "out" / "hf_quant_config.json").read_text())
+    assert written["producer"] == document["producer"] and written["quantization"]["quant_algo"] == "FP8"
+    assert {"lm_head", "model.layers.1.eh_proj"} <= {*written["quantization"]["exclude_modules"]}
     with pytest.raises(UsageError, match="quantized by 'modelopt'"):
         run(GraftOptions(model=str(tuned), base=str(base), out=tmp_path / "other", quantize_head=True))
     config = {**CONFIG, "num_nextn_predict_layers": 0, "quantization_config": {"quant_method": "awq"}}
@@ -219,8 +218,8 @@ def test_modelopts_own_file_is_told_too(base: Path, tuned: Path, tmp_path: Path)
         run(GraftOptions(model=str(packed), base=str(base), out=tmp_path / "other", quantize_head=True))
 
 
-def test_a_head_with_an_indexer_fits_trunks_with_one(tmp_path: Path) -> None:
-    """Both call themselves by one model type."""
+def test_head_with_an_indexer_needs_a_trunk_with_one(tmp_path: Path) -> None:
+    """Trunks with and without an indexer share a model type."""
     names = ("self_attn.q_proj.weight", "self_attn.indexer.wk.weight")
     plain, sparse = ({f"model.layers.0.{name}": tensor("BF16", H, H) for name in names[:count]} for count in (1, 2))
     head = {f"model.layers.1.{name}": tensor("BF16", H, H) for name in names}
@@ -235,15 +234,15 @@ def test_a_head_with_an_indexer_fits_trunks_with_one(tmp_path: Path) -> None:
     run(GraftOptions(model=str(model), base=str(base), out=tmp_path / "out", no_measure=True))
 
 
-def test_keys_go_where_the_target_describes_its_language_model(base: Path, tmp_path: Path) -> None:
+def test_config_keys_are_written_into_text_config(base: Path, tmp_path: Path) -> None:
     inner = {key: value for key, value in CONFIG.items() if key != "num_nextn_predict_layers"}
-    model = write_checkpoint(tmp_path / "wrapped", wrapped(inner), nested(TRUNK))
+    model = write_checkpoint(tmp_path / "wrapped", multimodal_config(inner), in_language_model(TRUNK))
     run(GraftOptions(model=str(model), base=str(base), out=tmp_path / "out", no_measure=True))
     config = config_of(tmp_path / "out")
     assert config["text_config"]["num_nextn_predict_layers"] == 1 and "num_nextn_predict_layers" not in config
 
 
-def test_folders_come_along_without_weights(base: Path, tuned: Path, tmp_path: Path) -> None:
+def test_folders_are_copied_without_weights(base: Path, tuned: Path, tmp_path: Path) -> None:
     for name in ("assets/icons/a.svg", "original/params.json", "original/consolidated.00.pth", ".cache/x.json"):
         (tuned / name).parent.mkdir(parents=True, exist_ok=True)
         (tuned / name).write_text(name)
@@ -260,7 +259,7 @@ def test_folders_come_along_without_weights(base: Path, tuned: Path, tmp_path: P
         run(GraftOptions(model=str(tuned), base=str(base), out=out, no_measure=True, force=True))
 
 
-def test_what_would_not_fit_into_memory_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_larger_than_memory_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_tiny("mimo", tmp_path / "m")
     assert MEMORY_EXTRA < memory_needed(open_checkpoint(folder)) < MEMORY_EXTRA + 10_000_000
     monkeypatch.setattr(graft.machine, "memory", lambda: Memory(10**9, MEMORY_EXTRA, None))
@@ -279,7 +278,7 @@ NORMS = {name: bfloat16(np.full(H, -0.05, np.float32)) for name in TRUNK if "nor
     ({}, NORMS, (0, 1), "one stores w, the other 1 + w"),
     ({}, {}, (1, 0), "2 tokens have other ids"),
 ])  # fmt: skip
-def test_what_does_not_fit_is_refused(
+def test_mismatching_head_is_refused(
     config: dict[str, Any], tensors: dict[str, Array], ids: tuple[int, int], said: str, base: Path, tmp_path: Path
 ) -> None:
     model = write_checkpoint(tmp_path / "other", {**CONFIG, "num_nextn_predict_layers": 0, **config}, TRUNK | tensors)
@@ -308,15 +307,15 @@ def test_wrong_usage(base: Path, tuned: Path, tmp_path: Path, capsys: pytest.Cap
     assert base.exists()
 
 
-def test_a_fine_tune_with_other_positions_is_noted(base: Path, tmp_path: Path) -> None:
+def test_changed_rope_theta_is_noted(base: Path, tmp_path: Path) -> None:
     tuned = write_checkpoint(tmp_path / "tuned", {**CONFIG, "num_nextn_predict_layers": 0, "rope_theta": 5e5}, TRUNK)
     report = run(GraftOptions(model=str(tuned), base=str(base), out=tmp_path / "out"))
     assert any("rope_theta is 500000.0 here" in note for note in report.data["notes"])
 
 
 @pytest.mark.slow
-def test_a_family_that_runs_here_is_measured(tmp_path: Path) -> None:
-    """Strip the head of a tiny MiMo, graft it back: the same tokens and the same drafts."""
+def test_supported_family_is_measured_after_grafting(tmp_path: Path) -> None:
+    """A tiny MiMo whose head is stripped and grafted back has the same tokens and drafts."""
     whole = write_tiny("mimo", tmp_path / "whole", num_hidden_layers=2)
     run(GraftOptions(model=str(whole), strip=True, out=tmp_path / "bare"))
     report = run(GraftOptions(model=str(tmp_path / "bare"), base=str(whole), out=tmp_path / "again"))
@@ -326,7 +325,7 @@ def test_a_family_that_runs_here_is_measured(tmp_path: Path) -> None:
     prompts = [support.prompt_of(12, seed) for seed in range(3)]
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     runs = [LLM(str(tmp_path / n), EngineConfig(**settings)).generate(prompts, params) for n in ("whole", "again")]
-    first, again = ([(each.token_ids, each.speculation) for each in run] for run in runs)
-    assert first == again
+    first, restored = ([(each.token_ids, each.speculation) for each in run] for run in runs)
+    assert first == restored
     bare = LLM(str(tmp_path / "bare"), EngineConfig(**{**settings, "drafter": "none"})).generate(prompts, params)
     assert [each.token_ids for each in bare] == [tokens for tokens, _ in first]

@@ -1,4 +1,4 @@
-"""Other programs on the processor are noticed while something is measured."""
+"""Noise check of measurements: time that threads wait for a processor."""
 
 import threading
 import time
@@ -9,8 +9,8 @@ import pytest
 from headstart.tools import pass_timing
 
 
-def test_what_threads_wait_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that began meanwhile counts from zero; seconds of all are shares of the time of so many threads."""
+def test_waiting_time_of_threads_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread counts from zero. `waiting` is a share of the time of all threads."""
     monkeypatch.setattr(pass_timing, "TASKS", tmp_path)
 
     def write(task: str, waited_s: float) -> None:
@@ -27,7 +27,7 @@ def test_what_threads_wait_is_counted(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("text", [None, "", "1", "a b c"])
-def test_a_system_that_tells_nothing_disturbs_nothing(
+def test_missing_or_unreadable_schedstat_is_no_disturbance(
     text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pass_timing, "TASKS", tmp_path / "tasks")
@@ -40,7 +40,7 @@ def test_a_system_that_tells_nothing_disturbs_nothing(
 
 
 @pytest.mark.skipif(not pass_timing.TASKS.exists(), reason="no /proc")
-def test_threads_that_come_and_go_do_no_harm() -> None:
+def test_short_lived_threads_cause_no_error() -> None:
     with pass_timing.check_noise(1) as found:
         for _ in range(20):
             threading.Thread(target=time.sleep, args=(0.001,)).start()

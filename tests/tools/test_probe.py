@@ -1,4 +1,4 @@
-"""The probe's judgement over traces: synthetic ones of known make, and metrics as each engine writes them."""
+"""`headstart probe`: verdicts on synthetic traces and on the metrics of each engine."""
 
 import json
 import random
@@ -23,8 +23,8 @@ def trace(
     kind: Kind, length: int, *, accepted: float = 0.0, step_s: float = 0.01, first_s: float = 0.2, noise: float = 0.2,
     pieces: str = "step", seed: int = 0,
 ) -> StreamTrace:  # fmt: skip
-    """An engine that drafts three tokens, each accepted with probability `accepted`. `pieces`: one a step, or one a
-    token within the step's time."""
+    """Trace of an engine that drafts 3 tokens, each accepted with probability `accepted`. `pieces`: stream one piece
+    per step or one per token."""
     rng = random.Random(seed * 1000 + length)
     now, out = first_s, 1
     arrivals = [now]
@@ -43,7 +43,7 @@ def traces(kind: Kind, **settings: float | str) -> list[StreamTrace]:
     return [trace(kind, length, seed=seed, **settings) for seed, length in enumerate(LENGTHS)]
 
 
-def judged(predictable: Sequence[StreamTrace], unguessable: Sequence[StreamTrace]) -> DraftingVerdict:
+def verdict_of(predictable: Sequence[StreamTrace], unguessable: Sequence[StreamTrace]) -> DraftingVerdict:
     return judge_drafting(None, summarize(predictable), summarize(unguessable))
 
 
@@ -51,7 +51,7 @@ def judged(predictable: Sequence[StreamTrace], unguessable: Sequence[StreamTrace
 @pytest.mark.parametrize(("predictable", "unguessable"), [(0.9, 0.1), (0.6, 0.3), (0.5, 0.2)])
 def test_drafting_shows_in_bursts_and_pace(pieces: str, predictable: float, unguessable: float) -> None:
     taken = traces("predictable", accepted=predictable, pieces=pieces)
-    verdict = judged(taken, traces("random", accepted=unguessable, pieces=pieces))
+    verdict = verdict_of(taken, traces("random", accepted=unguessable, pieces=pieces))
     assert (verdict.answer, verdict.source) == ("on", "timing")
     whole = summarize(traces("predictable", accepted=predictable))
     assert verdict.acceptance_length == pytest.approx(whole.tokens_per_burst)
@@ -59,52 +59,52 @@ def test_drafting_shows_in_bursts_and_pace(pieces: str, predictable: float, ungu
 
 @pytest.mark.parametrize("noise", [0.0, 0.3, 0.6])
 def test_plain_decoding_on_a_noisy_machine_is_off(noise: float) -> None:
-    assert judged(traces("predictable", noise=noise), traces("random", noise=noise, step_s=0.0105)).answer == "off"
+    assert verdict_of(traces("predictable", noise=noise), traces("random", noise=noise, step_s=0.0105)).answer == "off"
 
 
-def test_drafts_that_are_never_taken_look_like_plain_decoding_by_time() -> None:
-    """Only metrics can tell a dead head."""
-    assert judged(traces("predictable"), traces("random")).answer == "off"
+def test_rejected_drafts_are_found_by_metrics_only() -> None:
+    """By timing, a dead head looks like plain decoding."""
+    assert verdict_of(traces("predictable"), traces("random")).answer == "off"
     counts = EngineCounters(engine="vllm", known=True, drafts=500, drafted=1500, accepted=3)
     assert judge_drafting(counts, summarize(traces("predictable")), summarize(traces("random"))).answer == "dead"
 
 
-def test_a_long_first_token_does_not_matter() -> None:
-    """It is what confounds the time of 200 tokens against that of 50."""
+def test_time_to_first_token_does_not_affect_the_verdict() -> None:
+    """Total time per token would depend on it."""
     slow = pace_by_length(traces("predictable", first_s=5.0))
     quick = pace_by_length(traces("predictable", first_s=0.0))
     for length in (24, 96):
         assert slow[length]["ms_per_token"] == pytest.approx(quick[length]["ms_per_token"])
         assert slow[length]["naive_ms_per_token"] > 2 * quick[length]["naive_ms_per_token"]
-    assert judged(traces("predictable", first_s=5.0), traces("random", first_s=0.1)).answer == "off"
+    assert verdict_of(traces("predictable", first_s=5.0), traces("random", first_s=0.1)).answer == "off"
 
 
-def test_a_server_that_collects_tokens_does_not_look_like_drafting() -> None:
-    """Eight tokens a piece."""
+def test_server_that_batches_stream_pieces_is_not_taken_for_drafting() -> None:
+    """The server sends 8 tokens per piece."""
     kinds: tuple[Kind, ...] = ("predictable", "random")
-    verdict = judged(*([replace(each, arrivals=each.arrivals[::8]) for each in traces(kind)] for kind in kinds))
+    verdict = verdict_of(*([replace(each, arrivals=each.arrivals[::8]) for each in traces(kind)] for kind in kinds))
     assert verdict.answer != "on" and any("collects" in line for line in verdict.evidence)
 
 
-def test_an_answer_in_one_piece_or_none_tells_nothing() -> None:
+def test_answer_in_one_piece_gives_no_verdict() -> None:
     whole = [StreamTrace(kind="predictable", max_tokens=48, tokens=48, arrivals=(0.5,))] * 3
-    verdict = judged(whole, whole)
+    verdict = verdict_of(whole, whole)
     assert (verdict.answer, verdict.confidence) == ("unknown", 0.5)
     assert judge_drafting(None, None, None).answer == "unknown"
 
 
-def test_a_server_that_counts_no_tokens_is_judged_by_bursts() -> None:
+def test_server_without_token_counts_is_judged_by_bursts() -> None:
     def uncounted(kind: Kind, **settings: Any) -> list[StreamTrace]:
         return [replace(each, tokens=None) for each in traces(kind, **settings)]
 
     drafting = uncounted("predictable", accepted=0.8, pieces="token")
-    assert judged(drafting, uncounted("random", accepted=0.2, pieces="token")).answer == "on"
-    assert judged(uncounted("predictable"), uncounted("random")).answer == "off"
+    assert verdict_of(drafting, uncounted("random", accepted=0.2, pieces="token")).answer == "on"
+    assert verdict_of(uncounted("predictable"), uncounted("random")).answer == "off"
 
 
-def test_confidence_grows_with_the_signs() -> None:
-    weak = judged(traces("predictable", accepted=0.3), traces("random", accepted=0.2))
-    strong = judged(traces("predictable", accepted=0.9), traces("random", accepted=0.1))
+def test_confidence_grows_with_the_difference() -> None:
+    weak = verdict_of(traces("predictable", accepted=0.3), traces("random", accepted=0.2))
+    strong = verdict_of(traces("predictable", accepted=0.9), traces("random", accepted=0.1))
     assert strong.confidence > 0.99 > weak.confidence
 
 
@@ -151,7 +151,7 @@ speculative_num_accepted_tokens_total 8
     (XLLM, "xllm", "on", 1.8),
     (XLLM.replace(" 10", " 0").replace(" 8", " 0"), "xllm", "off", None),
 ])  # fmt: skip
-def test_metrics_of_each_engine(text: str, engine: str, answer: str, length: float | None) -> None:
+def test_verdict_from_metrics_of_each_engine(text: str, engine: str, answer: str, length: float | None) -> None:
     counts = engine_metrics.read(text)
     assert counts is not None and counts.engine == engine
     verdict = judge_drafting(counts, None, None)
@@ -160,7 +160,7 @@ def test_metrics_of_each_engine(text: str, engine: str, answer: str, length: flo
         assert counts.acceptance_length == pytest.approx(length)
 
 
-def test_counters_count_from_where_they_stood() -> None:
+def test_counters_are_compared_with_their_start() -> None:
     before = engine_metrics.read(VLLM)
     later = engine_metrics.read(VLLM.replace("100.0", "140.0").replace("150.0", "210.0").replace("80.0", "100.0"))
     new = later.since(before)
@@ -169,12 +169,12 @@ def test_counters_count_from_where_they_stood() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "[1, 2]", "{broken", "<html></html>", "# TYPE other counter\nother_total 1\n"])
-def test_other_texts_are_no_metrics(text: str) -> None:
+def test_text_without_known_metrics_is_ignored(text: str) -> None:
     assert engine_metrics.read(text) is None
 
 
 class ChatOnly(BaseHTTPRequestHandler):
-    """A server with chat alone, that takes few fields and wants the newer name for the length."""
+    """A server with chat completions only, without `ignore_eos`, that requires `max_completion_tokens`."""
 
     asked: ClassVar[list[tuple[str, list[str]]]] = []
 
@@ -214,32 +214,32 @@ def endpoint() -> Iterator[str]:
 
 
 @pytest.mark.slow
-def test_client_asks_in_another_way_until_it_is_understood(endpoint: str) -> None:
+def test_client_falls_back_until_a_request_is_accepted(endpoint: str) -> None:
     found = Endpoint(Server.at(endpoint)).stream("predictable", "a a a", 5, 0.0)
     assert (found.tokens, len(found.arrivals)) == (5, 3)
     fields = ["max_completion_tokens", "messages", "model", "seed", "stream", "stream_options", "temperature"]
     assert ChatOnly.asked[-1] == ("/v1/chat/completions", fields) and Endpoint(Server.at(endpoint)).metrics() is None
 
 
-def counted(drafts: float, accepted: Sequence[float], *, positions: bool = True) -> EngineCounters:
-    """Of drafts of as many tokens as `accepted` has shares."""
+def counters(drafts: float, accepted: Sequence[float], *, positions: bool = True) -> EngineCounters:
+    """Counters of drafts with `len(accepted)` tokens, accepted in these shares."""
     places = {place: share * drafts for place, share in enumerate(accepted)}
     total = drafts * sum(accepted)
     return EngineCounters(engine="vllm", known=True, drafts=drafts, drafted=drafts * len(accepted), accepted=total,
                   per_position=places if positions else {})  # fmt: skip
 
 
-def test_a_low_acceptance_lowers_the_depth_with_the_arithmetic() -> None:
-    said = advise(counted(1000, (0.61, 0.31, 0.14)))
-    assert "35% of the drafted tokens" in said and "lower the depth to 1" in said
-    assert "1 + 0.61 + 0.31 + 0.14 = 2.06 tokens a pass, depth 1 1.61, with 2 of 3 drafted rows saved" in said
-    assert "lower the depth to 2" in advise(counted(1000, (0.8, 0.5, 0.1)))
-    assert "compare with drafting off" in advise(counted(1000, (0.3,)))
-    assert "lower the depth to 1" in advise(counted(1000, (0.6, 0.36, 0.2), positions=False))
+def test_low_acceptance_gives_advice_to_lower_the_depth() -> None:
+    advice = advise(counters(1000, (0.61, 0.31, 0.14)))
+    assert "35% of the drafted tokens" in advice and "lower the depth to 1" in advice
+    assert "1 + 0.61 + 0.31 + 0.14 = 2.06 tokens a pass, depth 1 1.61, with 2 of 3 drafted rows saved" in advice
+    assert "lower the depth to 2" in advise(counters(1000, (0.8, 0.5, 0.1)))
+    assert "compare with drafting off" in advise(counters(1000, (0.3,)))
+    assert "lower the depth to 1" in advise(counters(1000, (0.6, 0.36, 0.2), positions=False))
 
 
 @pytest.mark.parametrize(
-    "counts", [None, counted(1000, (0.7, 0.5)), counted(20, (0.1, 0.1)), EngineCounters(engine="x", known=True)]
+    "counts", [None, counters(1000, (0.7, 0.5)), counters(20, (0.1, 0.1)), EngineCounters(engine="x", known=True)]
 )
-def test_no_advice_where_there_is_nothing_to_do_or_to_tell(counts: EngineCounters | None) -> None:
+def test_good_acceptance_or_few_drafts_give_no_advice(counts: EngineCounters | None) -> None:
     assert advise(counts) == ""

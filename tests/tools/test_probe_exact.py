@@ -1,4 +1,4 @@
-"""`headstart probe --exact`: what counts say, and its verdict on servers that are inexact in one known way each."""
+"""`headstart probe --exact`: statistics, and verdicts on servers with one known kind of inexactness each."""
 
 import json
 import random
@@ -22,13 +22,13 @@ GREEDY, SAMPLED = RequestCase("short", False), RequestCase("short", True)
 
 @pytest.mark.parametrize(
     ("differences", "trials", "bound"),
-    [(0, 10, 0.2589), (0, 100, 0.0295), (1, 10, 0.3942), (5, 50, 0.1991), (3, 3, 1.0)],  # of published tables
+    [(0, 10, 0.2589), (0, 100, 0.0295), (1, 10, 0.3942), (5, 50, 0.1991), (3, 3, 1.0)],  # from published tables
 )
-def test_upper_bounds_are_those_of_clopper_and_pearson(differences: int, trials: int, bound: float) -> None:
+def test_upper_bound_is_clopper_pearson(differences: int, trials: int, bound: float) -> None:
     assert upper_bound(differences, trials) == pytest.approx(bound, abs=5e-4)
 
 
-def test_a_difference_is_shown_where_it_begins() -> None:
+def test_difference_is_located_by_character_and_token() -> None:
     one, other = ProbeResponse("a" * 50 + "bc", (1, 2, 3)), ProbeResponse("a" * 50 + "dc", (1, 2, 4, 5))
     found = find_difference(GREEDY, one, other)
     assert (found.character, found.token) == (50, 2)
@@ -36,7 +36,7 @@ def test_a_difference_is_shown_where_it_begins() -> None:
     assert find_difference(GREEDY, ProbeResponse("ab"), ProbeResponse("abc")).character == 2
 
 
-def test_what_differs_from_itself_tells_nothing_of_conditions() -> None:
+def test_irreproducible_sampling_gives_no_verdict_on_conditions() -> None:
     comparisons = Comparisons()
     comparisons.add("again", GREEDY, ProbeResponse("a"), ProbeResponse("a"))
     comparisons.add("company", GREEDY, ProbeResponse("a"), ProbeResponse("b"))
@@ -48,8 +48,8 @@ def test_what_differs_from_itself_tells_nothing_of_conditions() -> None:
     assert overall_verdict([row for row in comparisons.results() if row["sampling"] == "sampled"]) == "not reproducible"
 
 
-def test_the_second_server_has_a_control_of_its_own() -> None:
-    """It is to blame for drafting alone."""
+def test_second_server_has_its_own_control() -> None:
+    """An irreproducible second server affects the drafting condition only."""
     comparisons = Comparisons()
     comparisons.add("there again", GREEDY, ProbeResponse("b"), ProbeResponse("c"))
     for condition in ("drafting", "company"):
@@ -57,7 +57,7 @@ def test_the_second_server_has_a_control_of_its_own() -> None:
     assert [row["outcome"] for row in comparisons.results()] == ["differs", "cannot tell", "differs"]
 
 
-def test_any_answer_that_it_gave_alone_is_none_of_company() -> None:
+def test_known_answer_is_no_difference_of_company() -> None:
     comparisons = Comparisons()
     warm, cold, other = (ProbeResponse(text) for text in ("warm", "cold", "other"))
     assert comparisons.add("company", GREEDY, warm, cold, known=(cold,))
@@ -65,7 +65,7 @@ def test_any_answer_that_it_gave_alone_is_none_of_company() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_prompts_are_new_in_every_trial_and_begin_alike_in_one(form: Any) -> None:
+def test_prompts_differ_between_trials_and_share_a_prefix_within_one(form: Any) -> None:
     case = RequestCase(form, False)
     asked, other = make_prompt(case, 1, 2, "asked"), make_prompt(case, 1, 2, "other")
     assert asked == make_prompt(case, 1, 2, "asked") != other and asked[:15] == other[:15]
@@ -73,9 +73,9 @@ def test_prompts_are_new_in_every_trial_and_begin_alike_in_one(form: Any) -> Non
 
 
 @dataclass(eq=False)
-class Made:
-    """A server whose texts depend on prompt, temperature and seed, and on what `fault` names. `refuses`: fields that it
-    answers with 400."""
+class FakeServer:
+    """A server whose texts depend on prompt, temperature and seed, and on the condition `fault`. `refuses`: request
+    fields answered with status 400."""
 
     fault: str = ""
     refuses: tuple[str, ...] = ()
@@ -83,7 +83,7 @@ class Made:
     drafts: int = 0
     running: int = 0
     seen: set[str] = field(default_factory=set)
-    spoilt: set[str] = field(default_factory=set)  # prompts whose cached state company has computed
+    spoilt: set[str] = field(default_factory=set)  # prompts cached by a batch with company
     lock: threading.Lock = field(default_factory=threading.Lock)
     url: str = ""
 
@@ -96,7 +96,7 @@ class Made:
             self.running += 1
             known, crowded = beginning in self.seen, self.running > 1
             self.seen.add(beginning)
-        time.sleep(0.02)  # so long that others come
+        time.sleep(0.02)  # time for concurrent requests to arrive
         with self.lock:
             crowded |= self.running > 1
             self.running -= 1
@@ -109,9 +109,9 @@ class Made:
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Models, chat completions, whole and streamed, and counters of drafts."""
+    """Serves the model list, chat completions (also streamed) and draft counters."""
 
-    made: Made
+    made: FakeServer
 
     def do_GET(self) -> None:
         if self.path == "/v1/models":
@@ -149,8 +149,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def served(fault: str = "", **settings: Any) -> Iterator[Made]:
-    made = Made(fault, **settings)
+def serve(fault: str = "", **settings: Any) -> Iterator[FakeServer]:
+    made = FakeServer(fault, **settings)
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (Handler,), {"made": made}))
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -162,19 +162,19 @@ def served(fault: str = "", **settings: Any) -> Iterator[Made]:
         server.server_close()
 
 
-def probed(capsys: Capture, url: str, *more: str) -> tuple[int, dict[str, Any]]:
+def probe(capsys: Capture, url: str, *more: str) -> tuple[int, dict[str, Any]]:
     code = main(["probe", url, "--exact", "--minutes", "0.001", "--max-tokens", "12", "--json", *more])
     return code, json.loads(capsys.readouterr().out)
 
 
-def differing(document: dict[str, Any]) -> set[tuple[str, str]]:
+def differing_conditions(document: dict[str, Any]) -> set[tuple[str, str]]:
     return {(row["condition"], row["sampling"]) for row in document["conditions"] if row["outcome"] == "differs"}
 
 
 @pytest.mark.slow
-def test_an_exact_server(capsys: Capture) -> None:
-    with served() as server:
-        code, found = probed(capsys, server.url)
+def test_exact_server_is_exact(capsys: Capture) -> None:
+    with serve() as server:
+        code, found = probe(capsys, server.url)
     assert (code, found["verdict"]) == (0, "exact")
     trials = {(row["condition"], row["sampling"]): row["trials"] for row in found["conditions"]}
     names = ("again", "warm", "streamed", "company")
@@ -187,39 +187,39 @@ def test_an_exact_server(capsys: Capture) -> None:
 @pytest.mark.parametrize(
     ("fault", "condition"), [("company", "company"), ("kept", "company"), ("warm", "warm"), ("stream", "streamed")]
 )
-def test_a_server_that_differs_in_one_way(fault: str, condition: str, capsys: Capture) -> None:
-    with served(fault) as server:
-        code, found = probed(capsys, server.url)
+def test_inexact_condition_is_found(fault: str, condition: str, capsys: Capture) -> None:
+    with serve(fault) as server:
+        code, found = probe(capsys, server.url)
     assert (code, found["verdict"]) == (1, "differences")
-    assert differing(found) == {(condition, "greedy"), (condition, "sampled")}
+    assert differing_conditions(found) == {(condition, "greedy"), (condition, "sampled")}
     place = next(row["first_difference"] for row in found["conditions"] if row["first_difference"])
     assert "elsewhere" in place["one"] + place["other"] and place["character"] > 10
 
 
 @pytest.mark.slow
 def test_drafting_is_compared_with_a_second_server(capsys: Capture) -> None:
-    with served(drafts=1) as server, served("drafting") as plain, served() as same:
-        code, found = probed(capsys, server.url, "--against", plain.url)
-        assert (code, differing(found)) == (1, {("drafting", "greedy"), ("drafting", "sampled")})
-        code, found = probed(capsys, server.url, "--against", same.url)
-    assert (code, differing(found)) == (0, set()) and not found["not_tested"]
+    with serve(drafts=1) as server, serve("drafting") as plain, serve() as same:
+        code, found = probe(capsys, server.url, "--against", plain.url)
+        assert (code, differing_conditions(found)) == (1, {("drafting", "greedy"), ("drafting", "sampled")})
+        code, found = probe(capsys, server.url, "--against", same.url)
+    assert (code, differing_conditions(found)) == (0, set()) and not found["not_tested"]
     assert any("drafts were made" in note for note in found["notes"])
 
 
 @pytest.mark.slow
-def test_a_server_that_ignores_seeds_is_not_said_to_differ_by_anything_else(capsys: Capture) -> None:
-    with served("seed", drafts=1) as server, served("seed") as plain:
-        code, found = probed(capsys, server.url, "--against", plain.url)
+def test_server_that_ignores_seeds_is_not_reproducible(capsys: Capture) -> None:
+    with serve("seed", drafts=1) as server, serve("seed") as plain:
+        code, found = probe(capsys, server.url, "--against", plain.url)
     assert (code, found["verdict"]) == (1, "not reproducible")
-    assert differing(found) == {("again", "sampled"), ("there again", "sampled")}
+    assert differing_conditions(found) == {("again", "sampled"), ("there again", "sampled")}
     assert "is the seed heeded?" in found["summary"]
     assert {row["outcome"] for row in found["conditions"] if row["sampling"] == "greedy"} == {"equal"}
 
 
 @pytest.mark.slow
-def test_what_a_server_refuses_is_named(capsys: Capture) -> None:
-    with served(refuses=("seed", "response_format", "tools", "return_token_ids")) as server:
-        code, found = probed(capsys, server.url)
+def test_refused_fields_are_listed_as_untested(capsys: Capture) -> None:
+    with serve(refuses=("seed", "response_format", "tools", "return_token_ids")) as server:
+        code, found = probe(capsys, server.url)
     assert code == 0 and {row["sampling"] for row in found["conditions"]} == {"greedy"}
     untested = {each["what"]: each["why"] for each in found["not_tested"]}
     assert untested.keys() == {"schema", "tools", "sampled", "drafting"}
@@ -228,8 +228,8 @@ def test_what_a_server_refuses_is_named(capsys: Capture) -> None:
 
 
 @pytest.mark.slow
-def test_known_faults_of_an_engine_are_told_to_people(capsys: Capture) -> None:
-    with served("company", owner="llamacpp") as server:
+def test_known_faults_of_an_engine_are_printed(capsys: Capture) -> None:
+    with serve("company", owner="llamacpp") as server:
         assert main(["probe", server.url, "--exact", "--minutes", "0.001", "--max-tokens", "12"]) == 1
     shown = capsys.readouterr().out
     for words in ("engine: llama.cpp", "known, seen here: several slots", "known: cache_prompt"):
@@ -242,13 +242,13 @@ def test_known_faults_of_an_engine_are_told_to_people(capsys: Capture) -> None:
     ("--exact --minutes 0", "--minutes is '0'"), ("--exact --max-tokens 0", "--max-tokens is '0'"),
     ("--exact --no-metrics", "--no-metrics"), ("--exact --against http://[", "cannot reach"),
 ])  # fmt: skip
-def test_wrong_usage(words: str, message: str, capsys: Capture) -> None:
+def test_wrong_usage_is_named(words: str, message: str, capsys: Capture) -> None:
     assert main(["probe", "http://127.0.0.1:1", *words.split()]) == 2 and message in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_a_server_that_refuses_everything(capsys: Capture) -> None:
-    with served(refuses=("messages", "prompt")) as server:
+def test_server_that_refuses_all_requests_is_an_error(capsys: Capture) -> None:
+    with serve(refuses=("messages", "prompt")) as server:
         assert main(["probe", server.url, "--exact"]) == 2 and "is not supported" in capsys.readouterr().err
         assert main(["probe", server.url, "--exact", "--model", "other"]) == 2
         assert "has no model 'other'" in capsys.readouterr().err

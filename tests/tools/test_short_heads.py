@@ -1,4 +1,4 @@
-"""A head that goes less deep than the defaults: every command works with it, and only what was asked for is refused."""
+"""A head with a smaller maximum depth than the defaults: commands work, and explicit greater depths are refused."""
 
 from pathlib import Path
 
@@ -13,8 +13,8 @@ Capture = pytest.CaptureFixture[str]
 
 
 @pytest.fixture
-def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A model with two modules, each for a draft step of its own."""
+def two_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A model with two MTP modules, and so depth 2 at most."""
     pytest.importorskip("headstart.kernels.native._native")
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("headstart.tools.pass_timing.MAX_READ_BYTES", 1 << 16)
@@ -32,13 +32,13 @@ def two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     "plan {} --batch 1",
     "generate {} --prompt hi --max-tokens 2",
 ])  # fmt: skip
-def test_defaults_fit_the_head(command: str, two: str, capsys: Capture) -> None:
-    assert main(command.format(two).split()) == 0, capsys.readouterr().err
+def test_default_depths_are_limited_by_the_head(command: str, two_modules: str, capsys: Capture) -> None:
+    assert main(command.format(two_modules).split()) == 0, capsys.readouterr().err
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "command", ["verify {} --depths 3 --max-tokens 2", "bench step {} --depth 3", "bench {} --modes 3"]
 )
-def test_a_depth_that_was_asked_for_is_refused(command: str, two: str, capsys: Capture) -> None:
-    assert main(command.format(two).split()) == 2 and "2" in capsys.readouterr().err
+def test_explicit_depth_beyond_the_head_is_refused(command: str, two_modules: str, capsys: Capture) -> None:
+    assert main(command.format(two_modules).split()) == 2 and "2" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Tuning: what is chosen, kept and found again."""
+"""`headstart tune`: choice of a setting, time limit, saved settings, servers."""
 
 import contextlib
 import shlex
@@ -28,7 +28,7 @@ CONFIG = EngineConfig(threads=1, kv_blocks=128)
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
 
 
@@ -49,7 +49,7 @@ NOISE = (1.0, 1.01, 0.99, 1.0, 1.005, 0.995)
 
 
 def tuning(speeds: dict[tuple[str, Any], float], noise: tuple[float, ...] = NOISE) -> TuningRun:
-    """As if six rounds had been measured, with a little noise."""
+    """A run with six measured rounds at these speed-ups, with noise."""
     made = TuningRun.__new__(TuningRun)
     made.options, made.rounds = TuneOptions(concurrency=(1,)), 6
     made.workload = type("W", (), {"name": "w"})()
@@ -61,21 +61,21 @@ def tuning(speeds: dict[tuple[str, Any], float], noise: tuple[float, ...] = NOIS
     return made
 
 
-def test_the_fastest_wins() -> None:
+def test_fastest_candidate_is_chosen() -> None:
     found = tuning({("mixed", 3): 1.5, ("mixed", AUTO): 1.2, ("ngram", AUTO): 1.1})
     assert found._decided() and (found.setting().drafter, found.setting().depth) == ("mixed", 3)
     found = tuning({("mixed", 3): 1.505, ("mixed", AUTO): 1.5, ("ngram", AUTO): 1.1})
-    assert not found._decided() and found.setting().depth == AUTO  # of equals the one that decides itself
+    assert not found._decided() and found.setting().depth == AUTO  # auto is preferred among equals
 
 
-def test_what_does_not_pay_is_said() -> None:
+def test_slower_drafting_is_reported_and_disabled() -> None:
     setting = tuning({("mixed", 3): 0.7, ("mixed", AUTO): 0.97}).setting()
     assert (setting.drafter, setting.depth, setting.pays) == ("none", 0, False)
     assert "does not pay here" in str(setting)
 
 
-def test_a_gain_that_may_be_a_loss_decides_nothing() -> None:
-    """Nor does a loss that may be a gain: a noisy hour shall not switch drafting off for good."""
+def test_insignificant_speedup_gives_no_setting() -> None:
+    """Neither does an insignificant loss: noise must not disable drafting permanently."""
     noisy = (0.9, 1.05, 0.92, 1.03, 1.0, 0.94)
     for speed in (1.02, 0.97):
         found = tuning({("mixed", AUTO): speed}, noisy)
@@ -85,14 +85,14 @@ def test_a_gain_that_may_be_a_loss_decides_nothing() -> None:
 
 
 @pytest.mark.parametrize("pairs", [0, 1, 2, 5])
-def test_few_pairs_decide_nothing(pairs: int) -> None:
+def test_few_pairs_give_no_setting(pairs: int) -> None:
     found = tuning({("mixed", AUTO): 1.5})
     found.candidates[0].cells = found.candidates[0].cells[:pairs]
     assert found.setting() is None and "more --minutes" in found.undecided()[1]
 
 
-class Clock:
-    """Cells take so many seconds each, and are never run."""
+class FakeClock:
+    """Replaces measurements: each cell takes `seconds` on a fake clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
         self.now, self.seconds = 0.0, seconds
@@ -111,11 +111,11 @@ class Clock:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds", [0.1, 1.0, 3.0, 10.0, 50.0])
-def test_the_time_limit_is_kept(seconds: float, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With fewer candidates where cells are long, until one is left; and enough pairs for a verdict if that can be."""
-    clock = Clock(monkeypatch, seconds)
+def test_time_limit_is_kept(seconds: float, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer cells leave fewer candidates, so that the remaining ones get enough pairs."""
+    clock = FakeClock(monkeypatch, seconds)
     report = tune.run(TuneOptions(model=model, config=CONFIG, workload="repetitive", minutes=1))
-    least = 2 * seconds + seconds / 2  # a look at how long it takes
+    least = 2 * seconds + seconds / 2  # the first timing
     assert clock.now <= max(60, least) + seconds / 2
     if seconds <= 1:
         assert report.data["choice"]["drafter"] != "none"
@@ -127,20 +127,20 @@ def test_the_time_limit_is_kept(seconds: float, model: str, monkeypatch: pytest.
         assert report.lines[0].startswith("no decision") and load_setting(model, CONFIG) is None
 
 
-def test_a_setting_is_kept_and_found(model: str) -> None:
+def test_setting_is_saved_and_loaded(model: str) -> None:
     assert load_setting(model, CONFIG) is None and with_tuned(model, CONFIG) == CONFIG
     setting = tuning({("ngram", 2): 1.3}).setting()
     path = save_setting(model, CONFIG, setting)
     assert load_setting(model, CONFIG) == setting
     found = with_tuned(model, CONFIG)
     assert (found.drafter, found.depth) == ("ngram", 2)
-    assert load_setting(model, replace(CONFIG, threads=2)) is None  # another setting, another setting
+    assert load_setting(model, replace(CONFIG, threads=2)) is None  # other thread counts have other settings
     path.write_text("{")
     assert load_setting(model, CONFIG) is None
 
 
 @pytest.mark.slow
-def test_it_measures_and_keeps(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tune_measures_candidates_and_saves_the_setting(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "MAX_ROUNDS", 1)
     monkeypatch.setattr(tune, "MIN_PAIRS", 1)
     setting = tuning({("ngram", 2): 1.3}).setting()
@@ -150,16 +150,16 @@ def test_it_measures_and_keeps(model: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert report.data["pairs"] >= 1
     names = {(row["drafter"], row["depth"]) for row in report.data["candidates"]}
     assert {("none", 0), ("mixed", AUTO), ("mixed", 3), ("ngram", AUTO)} <= names
-    again = tune.run(options)
-    assert again.data["kept"] and again.lines[0].startswith("tuned before")
+    repeated = tune.run(options)
+    assert repeated.data["kept"] and repeated.lines[0].startswith("tuned before")
 
 
-def test_nothing_to_tune(model: str) -> None:
+def test_tuning_without_drafter_is_refused(model: str) -> None:
     with pytest.raises(UsageError, match="nothing to tune"):
         tune.run(TuneOptions(model=model, config=replace(CONFIG, drafter="none")))
 
 
-def test_every_shipped_head_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_shipped_heads_are_candidates(monkeypatch: pytest.MonkeyPatch) -> None:
     model = headed_model("mimo")
     monkeypatch.setattr(load, "shipped_heads", lambda checkpoint: {"mtp": Path("first"), "eagle3": Path("second")})
     monkeypatch.setattr(load, "read_head", lambda path: None)
@@ -174,7 +174,7 @@ def serve_command(model: str, port: int, *words: str) -> str:
 
 
 @pytest.mark.slow
-def test_a_server_is_tuned_by_request_and_by_restart(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_is_tuned_by_request_field_and_by_restart(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "MAX_ROUNDS", 1)
     monkeypatch.setattr(tune, "DEPTHS", (1,))
     port = free_port()
@@ -204,7 +204,7 @@ def answers(url: str) -> bool:
     return False
 
 
-def test_a_command_that_starts_no_server_is_named() -> None:
+def test_failed_server_command_is_reported() -> None:
     start_off = "sh -c 'echo no such model; exit 3'"
     options = TuneOptions(url="http://127.0.0.1:9", start="true {depth}", start_off=start_off)
     with pytest.raises(UsageError, match="ended with code 3: no such model"):
@@ -222,5 +222,7 @@ def test_a_command_that_starts_no_server_is_named() -> None:
         (["--url", "http://127.0.0.1:9", "--threads", "1"], "--threads has no meaning"),
     ],
 )
-def test_options_of_servers_fit_each_other(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_contradicting_server_options_are_refused(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["tune", *words]) == 2 and message in capsys.readouterr().err
