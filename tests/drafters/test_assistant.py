@@ -1,4 +1,4 @@
-"""Assistants, whose layers read the trunk's keys: drafts against transformers, and the text with them."""
+"""Assistant heads, whose layers read the trunk's keys: drafts of transformers, and the text of plain decoding."""
 
 import json
 import shutil
@@ -44,25 +44,25 @@ def trunk(backend: str = "reference", dtype: str = "float32") -> Model:
 
 @cache
 def oracle_at(groups: int, seed: int = 1) -> tuple[Gemma4AssistantForCausalLM, Path]:
-    """A random assistant for the tiny trunk, and its directory."""
+    """A random assistant for the tiny trunk, and its folder."""
     torch.manual_seed(seed)
     config = trunk().checkpoint.config
     text = Gemma4TextConfig(**OWN, num_key_value_heads=config["num_key_value_heads"])
     sizes = {"backbone_hidden_size": config["hidden_size"], "num_centroids": 12, "centroid_intermediate_top_k": 3}
-    asked = Gemma4AssistantConfig(text_config=text, use_ordered_embeddings=groups > 0, **sizes)
+    settings = Gemma4AssistantConfig(text_config=text, use_ordered_embeddings=groups > 0, **sizes)
     with pytest.MonkeyPatch.context() as patch:
-        # transformers 5.23 refuses to build a model all of whose layers read others' keys, its own assistants too
+        # transformers 5.23 refuses models whose layers all share keys, including its own assistants
         patch.setattr(Gemma4TextConfig, "kv_sharing_modes", ["reuse"] * OWN["num_hidden_layers"])
-        made = Gemma4AssistantForCausalLM(asked).eval()
+        assistant = Gemma4AssistantForCausalLM(settings).eval()
     with torch.no_grad():
-        for weight in made.parameters():
+        for weight in assistant.parameters():
             is_norm = weight.ndim == 1
             weight.copy_(torch.randn_like(weight) * (0.2 if is_norm else 0.3) + (1 if is_norm else 0))
         if groups:
-            made.masked_embedding.token_ordering.copy_(torch.randperm(OWN["vocab_size"]))
+            assistant.masked_embedding.token_ordering.copy_(torch.randperm(OWN["vocab_size"]))
     path = support.new_folder()
-    made.save_pretrained(path)
-    return made, path
+    assistant.save_pretrained(path)
+    return assistant, path
 
 
 def with_assistant(model: Model, groups: int = 0) -> Model:
@@ -70,8 +70,8 @@ def with_assistant(model: Model, groups: int = 0) -> Model:
 
 
 def expected_drafts(oracle: Any, assistant: Any, tokens: list[int], depth: int) -> list[int]:
-    """As transformers' SinglePositionMultiTokenCandidateGenerator drafts, over the keys of a whole pass; of sliding
-    layers those that its cache keeps."""
+    """Drafts of transformers' SinglePositionMultiTokenCandidateGenerator, over the keys of one full pass; sliding
+    layers see only the keys that their cache keeps."""
     kept = {"sliding_attention": OWN["sliding_window"] - 1, "full_attention": len(tokens)}
     hidden, last, found = None, tokens[-1], []
     with torch.inference_mode():
@@ -94,8 +94,8 @@ def expected_drafts(oracle: Any, assistant: Any, tokens: list[int], depth: int) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("groups", [0, 12])
-def test_drafts_of_transformers(groups: int) -> None:
-    """The same drafts behind the same tokens, at every length, within windows and beyond."""
+def test_drafts_match_transformers(groups: int) -> None:
+    """Compared at every length, within sliding windows and beyond."""
     model = with_assistant(trunk(), groups)
     oracle = AutoModelForCausalLM.from_pretrained(model.checkpoint.path, dtype=torch.float32).eval()
     engine = make(model, dtype="float32", drafter="assistant", depth=4)
@@ -130,8 +130,8 @@ def plain(backend: str, temperature: float) -> support.Outputs:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "native"])
 @pytest.mark.parametrize("groups", [0, 12])
-def test_drafting_changes_nothing(backend: str, groups: int) -> None:
-    """Greedy and sampled, in company, in chunks, preempted."""
+def test_assistant_drafts_keep_the_text(backend: str, groups: int) -> None:
+    """Greedy and sampled, batched, in chunks, preempted."""
     own = own_settings(backend)
     model = with_assistant(trunk(backend, own["dtype"]), groups)
     for temperature, cell in zip((0.0, 0.8, 1.2), CELLS, strict=True):
@@ -140,10 +140,10 @@ def test_drafting_changes_nothing(backend: str, groups: int) -> None:
         assert engine.stats.drafted > 30
 
 
-def test_whole_drafts_are_those_of_steps() -> None:
-    """One call of the backend makes what pass after pass does."""
+def test_whole_draft_equals_stepwise_draft() -> None:
+    """Rule `exact` makes the draft in one call of the backend, rule `rejection` in one pass a token."""
     model, drafts = with_assistant(trunk("native"), 12), []
-    for rule in ("exact", "rejection"):  # which keeps distributions, and goes step by step
+    for rule in ("exact", "rejection"):  # `rejection` keeps distributions and drafts stepwise
         engine = make(model, backend="native", dtype="float32", block_size=16, drafter="assistant", depth=5, rule=rule)
         (sequence,) = engine.submit(request(prompt_of(30, 2), max_tokens=9, stops=()))
         while sequence.num_computed < 29:
@@ -152,8 +152,8 @@ def test_whole_drafts_are_those_of_steps() -> None:
     assert drafts[0] == drafts[1] and len(drafts[0]) == 5
 
 
-def changed(tmp_path: Path, groups: int = 12, **changes: Any) -> Path:
-    """The assistant's directory with other words in its config; those of text_config where it has them."""
+def assistant_with_config(tmp_path: Path, groups: int = 12, **changes: Any) -> Path:
+    """A copy of the assistant's folder with config values changed, in text_config for keys that are there."""
     folder = tmp_path / "changed"
     shutil.copytree(oracle_at(groups)[1], folder)
     config = json.loads((folder / "config.json").read_text())
@@ -176,22 +176,22 @@ def changed(tmp_path: Path, groups: int = 12, **changes: Any) -> Path:
     ({"enable_moe_block": True}, "enable_moe_block is True, which is not known of an assistant"),
     ({"intermediate_size": 30}, "has shape"),
 ])  # fmt: skip
-def test_what_does_not_fit_is_named(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_unfit_assistants_are_refused_by_name(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=said):
-        attach_head(trunk(), changed(tmp_path, **changes))
+        attach_head(trunk(), assistant_with_config(tmp_path, **changes))
 
 
-def test_what_a_config_does_not_say(tmp_path: Path) -> None:
-    """transformers' own sizes hold where text_config names none, in either family."""
+def test_config_defaults_are_those_of_transformers(tmp_path: Path) -> None:
+    """Sizes missing in text_config, for both families."""
     for kind, window in (("gemma4_assistant", 512), ("gemma4_unified_assistant", 1024)):
-        asked: dict[str, Any] = {"model_type": kind, "text_config": {"num_hidden_layers": 4, "hidden_size": 256}}
-        found = read({**asked, "backbone_hidden_size": 1536}, {}, tmp_path)
+        settings: dict[str, Any] = {"model_type": kind, "text_config": {"num_hidden_layers": 4, "hidden_size": 256}}
+        found = read({**settings, "backbone_hidden_size": 1536}, {}, tmp_path)
         assert (found.vocab_size, found.hidden_size) == (262144, 1536)
         specs = [layer.mixer.spec for layer in found.spec.reader.layers]
         assert [(spec.head_dim, spec.window) for spec in specs] == [(256, window)] * 3 + [(512, 0)]
 
 
-def test_other_models_are_refused() -> None:
+def test_trunks_of_another_family_are_refused() -> None:
     _, path = oracle_at(0)
     with pytest.raises(ModelError, match=r"has none|reads keys with"):
         attach_head(tiny_model("llama", dtype="float32", vocab_size=OWN["vocab_size"]), path)

@@ -1,4 +1,4 @@
-"""Block drafters in the engine: a text is the same with every kind of them, and a draft is one pass."""
+"""Block drafters in the engine: every variant keeps the text, and a draft is one pass over the block."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -55,8 +55,7 @@ def trunk(backend: str) -> Model:
 
 
 @cache
-def written(variant: str) -> Path:
-    """The head's directory."""
+def head_folder(variant: str) -> Path:
     model, (facts, ids, own) = trunk("reference"), VARIANTS[variant]
     spec = support.block_spec(model, **facts)
     return support.write_head(
@@ -67,7 +66,7 @@ def written(variant: str) -> Path:
 def outputs(backend: str, temperature: float, variant: str | None, **settings: Any) -> Any:
     model = trunk(backend)
     if variant:
-        model = replace(model, head=attach_head(model, written(variant)))
+        model = replace(model, head=attach_head(model, head_folder(variant)))
     engine = support.make(model, **{"backend": backend, "dtype": EXACT[backend], "block_size": 16, **settings})
     return {key: each.tokens for key, each in support.run(engine, support.varied_requests(temperature)).items()}, engine
 
@@ -79,7 +78,7 @@ def plain(backend: str, temperature: float) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "variant", "settings"), CASES)
-def test_the_text_is_that_of_plain_decoding(backend: str, variant: str, settings: str) -> None:
+def test_block_drafts_keep_the_text(backend: str, variant: str, settings: str) -> None:
     for temperature in (0.0, 1.0):
         drafted, engine = outputs(
             backend, temperature, variant, **{"drafter": "block", "depth": 5, **SETTINGS[settings]}
@@ -91,23 +90,23 @@ def test_the_text_is_that_of_plain_decoding(backend: str, variant: str, settings
 
 @pytest.mark.parametrize("rule", ["exact", "rejection"])
 @pytest.mark.parametrize("backend", EXACT)
-def test_a_draft_is_a_pass_over_what_came_and_one_over_the_block(backend: str, rule: str) -> None:
+def test_draft_is_one_pass_over_new_positions_and_one_over_the_block(backend: str, rule: str) -> None:
     model = trunk(backend)
     settings: dict[str, Any] = {
         "backend": backend, "dtype": EXACT[backend], "enable_prefix_caching": False, "rule": rule, "block_size": 16,
     }  # fmt: skip
-    engine = support.make(replace(model, head=attach_head(model, written("dspark"))), depth=3, **settings)
+    engine = support.make(replace(model, head=attach_head(model, head_folder("dspark"))), depth=3, **settings)
     passes = support.record_passes(engine)
     done = support.run(engine, [support.request(support.prompt_of(21, 3), max_tokens=16, stops=())])
     assert len(done["r", 0].tokens) == 16
     blocks = [rows for name, rows in passes if name == "block"]
     features = sum(rows for name, rows in passes if name == "features")
-    if (backend, rule) != ("native", "exact"):  # there the pass is part of a whole draft
+    if (backend, rule) != ("native", "exact"):  # native with `exact`: the pass is part of a whole draft
         assert max(blocks) == 3, "the anchor's row drafts too"
     assert 21 <= features <= 21 + 16, "no position twice"
 
 
-def test_only_rows_that_promise_something_are_run() -> None:
+def test_gate_limits_the_draft() -> None:
     class Gate:
         should_start, max_depth = True, 2
 
@@ -122,7 +121,7 @@ def test_only_rows_that_promise_something_are_run() -> None:
     assert len(sequence.draft.tokens) == len(sequence.draft.scores) == 2
 
 
-def test_what_it_is_asked_for_must_fit(tmp_path: Path) -> None:
+def test_depth_and_head_must_fit_the_drafter(tmp_path: Path) -> None:
     model = trunk("reference")
     with pytest.raises(UsageError, match="drafter block goes to 5 at most"):
         support.make(replace(model, head=support.make_block(model)), depth=6)

@@ -1,4 +1,4 @@
-"""Drafter draft_model: a second whole model beside the trunk, its vocabulary, and what is refused."""
+"""Drafter `draft_model`: a second model beside the trunk, matching of vocabularies, refused models."""
 
 import json
 from dataclasses import replace
@@ -24,7 +24,7 @@ from headstart.text.tokenizer import Tokenizer
 EXACT = {"reference": "float64", "native": "float32"}
 
 
-def written(family: str, **changes: Any) -> Path:
+def model_folder(family: str, **changes: Any) -> Path:
     return write_model(support.new_folder(), *family_of(family).tiny(**changes))
 
 
@@ -43,9 +43,9 @@ def tokens_of(outputs: support.Outputs) -> dict[Any, list[int]]:
 
 
 @pytest.mark.parametrize("backend", EXACT)
-def test_the_model_itself_is_always_right(backend: str) -> None:
-    """Also behind prefixes that another request has computed, and at any temperature: the noise is the same."""
-    folder = written("llama")
+def test_drafts_of_the_trunk_itself_are_always_accepted(backend: str) -> None:
+    """After prefix hits and at any temperature, since draft model and trunk use the same noise."""
+    folder = model_folder("llama")
     engine = engine_of(loaded(backend, folder, folder), backend)
     prompts = [prompt_of(30, 1), prompt_of(30, 1)[:20] + prompt_of(25, 2), prompt_of(30, 1)]
     for i, prompt in enumerate(prompts):
@@ -55,18 +55,19 @@ def test_the_model_itself_is_always_right(backend: str) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"max_num_batched_tokens": 7}, {"kv_blocks": 10}, {"depth": "auto"}])
 def test_rows_are_computed_once(settings: dict[str, Any]) -> None:
-    """Keys of guesses that came true stay: one row for each pass, but for the last guess, whose keys nobody needed."""
-    folder = written("llama")
+    """Keys of accepted draft tokens stay: a pass computes one new row, and one more if the last draft token is
+    accepted, whose keys are not computed while drafting."""
+    folder = model_folder("llama")
     engine = engine_of(loaded("native", folder, folder), "native", **settings)
     rows: list[int] = []
     original = engine.runner.run
 
-    def noted(handle: Any, program: str, parts: list[Rows], **more: Any) -> Any:
+    def recording_run(handle: Any, program: str, parts: list[Rows], **more: Any) -> Any:
         if handle is not engine.runner.trunk and len(parts) == 1:
             rows.append(len(parts[0].token_ids))
         return original(handle, program, parts, **more)
 
-    engine.runner.run = noted
+    engine.runner.run = recording_run
     expected = run(engine_of(replace(loaded("native", folder, folder), head=None), "native", drafter="none"), REQUESTS)
     assert tokens_of(run(engine, REQUESTS)) == tokens_of(expected)
     if not settings:
@@ -82,8 +83,8 @@ SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in ("deepseek_v3
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3", *SLOW])
 @pytest.mark.parametrize("drafter", ["draft_model", "mixed"])
-def test_any_family_beside_any_other(family: str, drafter: str) -> None:
-    """Penalties, biases, grammars' masks, several choices: the trunk's own pipeline, on other logits."""
+def test_draft_models_of_other_families_keep_the_text(family: str, drafter: str) -> None:
+    """Sampling parameters, grammars and several choices apply to the draft model's logits as to the trunk's."""
     depth = "auto" if drafter == "mixed" else 4
     model = replace(tiny_model("llama"), head=make_draft_model(tiny_model("llama"), family))
     for temperature in (0.0, 1.0):
@@ -95,15 +96,15 @@ def test_any_family_beside_any_other(family: str, drafter: str) -> None:
 
 
 @pytest.mark.slow
-def test_rule_rejection_takes_its_distributions() -> None:
+def test_draft_model_with_rule_rejection() -> None:
     engine = make(support.headed_model("llama", "draft_model"), drafter="draft_model", depth=3, rule="rejection")
     run(engine, varied_requests(1.0))
     assert engine.stats.drafted > 50
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_its_own_head_saves_passes_and_changes_no_draft(temperature: float) -> None:
-    """Chunks of the prompt, several sequences, preemption; the head guesses right often, and sometimes wrong."""
+def test_head_of_the_draft_model_saves_passes_and_keeps_drafts(temperature: float) -> None:
+    """Prompt chunks, several sequences, preemption; most tokens of the head are accepted, some rejected."""
     whole = support.agreeing_model("llama")
     draft_model = make_draft_model(whole)
     requests = [
@@ -119,41 +120,46 @@ def test_its_own_head_saves_passes_and_changes_no_draft(temperature: float) -> N
         passes.append(0)
         drafts.append([])
 
-        def noted(handle: Any, *arguments: Any, drafter: Any = drafter, original: Any = original, **more: Any) -> Any:
+        def recording_run(
+            handle: Any, *arguments: Any, drafter: Any = drafter, original: Any = original, **more: Any
+        ) -> Any:
             passes[-1] += handle is drafter._network
             return original(handle, *arguments, **more)
 
-        def propose(asked: Any, original: Any = drafter.propose) -> None:
-            original(asked)
-            drafts[-1].append([each.sequence.draft.tokens for each in asked])
+        def propose(submitted: Any, original: Any = drafter.propose) -> None:
+            original(submitted)
+            drafts[-1].append([each.sequence.draft.tokens for each in submitted])
 
-        engine.runner.run, drafter.propose = noted, propose
+        engine.runner.run, drafter.propose = recording_run, propose
         found = tokens_of(run(engine, requests))
         assert found == tokens_of(run(make(replace(whole, head=None), drafter="none"), requests))
     assert drafts[0] == drafts[1] and any(len(each) == 6 for step in drafts[0] for each in step)
     assert passes[1] < 0.8 * passes[0]
 
 
-def test_a_shorter_context_of_the_draft_model_ends_its_drafts() -> None:
-    engine = engine_of(loaded("native", written("llama"), written("llama", max_position_embeddings=32)), "native")
+def test_drafting_ends_at_the_context_length_of_the_draft_model() -> None:
+    engine = engine_of(
+        loaded("native", model_folder("llama"), model_folder("llama", max_position_embeddings=32)), "native"
+    )
     assert len(run(engine, REQUESTS)["r", 0].tokens) == 30 and 0 < engine.stats.drafted == engine.stats.accepted < 15
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "native"])
-def test_a_pard_model_drafts_in_one_pass(backend: str, tmp_path: Path) -> None:
-    """AMD's pard_infer.py: the tokens and, behind them, mask tokens through the whole model, which transformers runs
-    here. The text is the trunk's, in chunks too, and with a mask that is no token of the trunk."""
+def test_pard_model_drafts_in_one_pass(backend: str, tmp_path: Path) -> None:
+    """The draft is that of AMD's pard_infer.py, computed here with transformers: the tokens and then mask tokens
+    through the whole model. The text stays the trunk's, in chunks too, and with a mask token outside the trunk's
+    vocabulary."""
     config, arrays = family_of("qwen3").tiny(num_hidden_layers=2, vocab_size=VOCAB + 5)
     draft, mask = write_model(tmp_path / "draft", {**config, "pard_token": VOCAB + 2}, arrays), VOCAB + 2
     theirs = AutoModelForCausalLM.from_pretrained(draft, dtype=torch.float64, attn_implementation="eager")
-    model = loaded(backend, written("llama"), draft)
+    model = loaded(backend, model_folder("llama"), draft)
     assert model.head.spec.depth_limit == 12
     plain = run(engine_of(model, backend, drafter="none"), varied_requests(0.8))
     engine = engine_of(model, backend, depth=4, max_num_batched_tokens=24)
     propose, same = engine.drafting.drafter.propose, list[bool]()
 
-    def noted(requests: Any) -> None:
+    def recording_run(requests: Any) -> None:
         propose(requests)
         for sequence in [each.sequence for each in requests if each.sequence.request.params.temperature == 0]:
             ids, count = sequence.tokens, len(sequence.draft.tokens)
@@ -161,7 +167,7 @@ def test_a_pard_model_drafts_in_one_pass(backend: str, tmp_path: Path) -> None:
                 logits = theirs(torch.tensor([[*ids, *[mask] * (count - 1)]])).logits[0, -count:, :VOCAB]
             same.extend(a == b for a, b in zip(logits.argmax(-1).tolist(), sequence.draft.tokens, strict=True))
 
-    engine.drafting.drafter.propose = noted
+    engine.drafting.drafter.propose = recording_run
     assert tokens_of(run(engine, varied_requests(0.8))) == tokens_of(plain)
     run(engine, [request(prompt_of(21, 3), name="greedy", max_tokens=20, stops=(), temperature=0.0)])
     assert len(same) > 40 and np.mean(same) > 0.97 and engine.stats.drafted > 100
@@ -170,31 +176,31 @@ def test_a_pard_model_drafts_in_one_pass(backend: str, tmp_path: Path) -> None:
 WORDS = {f"w{i}": i for i in range(200)}
 
 
-matched = partial(match_names, WORDS)
+match_words = partial(match_names, WORDS)
 
 
 def test_vocabularies_are_matched() -> None:
-    """Padding is no difference, a few tokens elsewhere are mapped, another vocabulary is none."""
-    assert matched(WORDS, (200, 200)) == matched(WORDS, (256, 200)) == (range(200), None, None)
-    assert matched(WORDS, (200, 256)) == (range(200), list(range(200)), None)
-    found = matched({**WORDS, "w0": 200, "new": 0}, (200, 201))
+    """Padding is ignored, a few moved tokens are mapped, other vocabularies do not match."""
+    assert match_words(WORDS, (200, 200)) == match_words(WORDS, (256, 200)) == (range(200), None, None)
+    assert match_words(WORDS, (200, 256)) == (range(200), list(range(200)), None)
+    found = match_words({**WORDS, "w0": 200, "new": 0}, (200, 201))
     assert (found.ids, found.rows) == (list(range(200)), [200, *range(1, 200)])
     assert found.own_ids(200).tolist() == [200, *range(1, 200)]
     others = {(token if i % 2 else f"x{i}"): i for token, i in WORDS.items()}
-    assert matched(others, (200, 200)) is None
+    assert match_words(others, (200, 200)) is None
 
 
 @pytest.mark.parametrize("size", [VOCAB - 3, VOCAB + 29])
-def test_rows_more_or_less_draft_all_the_same(size: int) -> None:
-    trunk, draft = written("llama"), written("qwen3", vocab_size=size)
+def test_draft_model_with_other_vocabulary_size(size: int) -> None:
+    trunk, draft = model_folder("llama"), model_folder("qwen3", vocab_size=size)
     model = loaded("native", trunk, draft)
     plain = run(engine_of(model, "native", drafter="none"), varied_requests(0.8))
     engine = engine_of(model, "native")
     assert tokens_of(run(engine, varied_requests(0.8))) == tokens_of(plain) and engine.stats.drafted > 100
 
 
-def test_tokens_at_other_places_draft_all_the_same(tmp_path: Path) -> None:
-    """The model itself with two tokens exchanged is as right as the model itself."""
+def test_draft_model_with_exchanged_token_ids(tmp_path: Path) -> None:
+    """The trunk itself with two tokens exchanged: all its drafts are accepted."""
     config, arrays = family_of("llama").tiny()
     trunk, order = write_model(tmp_path / "trunk", config, arrays), np.arange(VOCAB)
     order[[20, 40]] = [40, 20]
@@ -212,7 +218,7 @@ def test_tokens_at_other_places_draft_all_the_same(tmp_path: Path) -> None:
 
 
 def reversed_tokens(folder: Path, family: str = "llama") -> tuple[Path, Path, dict[str, int], dict[str, int]]:
-    """A model, and the same one with its tokens in the reverse order and a few of them missing; their vocabularies."""
+    """A model, the same model with reversed token ids and a few tokens missing, and the vocabularies of both."""
     config, arrays = family_of(family).tiny()
     trunk, missing = write_model(folder / "trunk", config, arrays), {"the", "\u0120the", "ing"}
     document = json.loads((trunk / "tokenizer.json").read_text())
@@ -229,9 +235,11 @@ def reversed_tokens(folder: Path, family: str = "llama") -> tuple[Path, Path, di
 
 
 @pytest.mark.parametrize("family", ["llama", "mimo"])
-def test_another_tokenizer_drafts_by_text(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Drafts that are tokenized again are accepted where both models write the same, and change no text. A draft model
-    with a head of its own drafts with it."""
+def test_draft_model_with_other_tokenizer_drafts_by_text(
+    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Retokenized drafts are accepted where both models write the same text, and never change the text. A draft model
+    with a head drafts with that head."""
     trunk, draft, ids, vocab = reversed_tokens(tmp_path, family)
     model = loaded("native", trunk, draft, drafter="draft_model")
     assert "has another tokenizer than" in caplog.text
@@ -250,15 +258,15 @@ def test_another_tokenizer_drafts_by_text(family: str, tmp_path: Path, caplog: p
     ("before", "after"),
     [("def f(", "x):\n"), ("return the", "se things"), ("gr\u00fc", "\u00dfe an alle"), ("x y", " z")],
 )
-def test_a_text_is_tokenized_again_behind_the_trunks_tokens(tmp_path: Path, before: str, after: str) -> None:
-    """With the trunk's tokens where the whole text has a border there, else by itself."""
+def test_draft_text_is_retokenized_after_the_tokens_of_the_trunk(tmp_path: Path, before: str, after: str) -> None:
+    """Uses the trunk's tokens of the whole text if a token ends where the draft begins, else the draft's own."""
     trunk, draft, *_ = reversed_tokens(tmp_path)
     model = loaded("native", trunk, draft)
     drafter = engine_of(model, "native").drafting.drafter
     ours, theirs = model.head.tokenizers
     tokens = ours.encode(before)
     assert drafter._own_tokens(tokens, 4) == theirs.encode(before)
-    assert drafter._own_tokens(ours.encode("\u00fc")[:1], 4) == []  # inside a character
+    assert drafter._own_tokens(ours.encode("\u00fc")[:1], 4) == []  # in the middle of a character
     found = drafter._trunk_tokens(tokens, theirs.encode(after))
     assert b"".join(map(ours.token_bytes, [*tokens, *found])).decode() == before + after
     whole = ours.encode(before + after)
@@ -266,8 +274,8 @@ def test_a_text_is_tokenized_again_behind_the_trunks_tokens(tmp_path: Path, befo
     assert drafter._trunk_tokens(tokens, [min(theirs.special_ids), *theirs.encode(after)]) == []
 
 
-def test_tokens_with_equal_texts(tmp_path: Path) -> None:
-    """For models that draft several tokens in one pass."""
+def test_tokens_are_matched_by_text(tmp_path: Path) -> None:
+    """Used for models that draft several tokens in one pass."""
     trunk, draft, ids, vocab = reversed_tokens(tmp_path)
     ours, theirs = (Tokenizer.from_directory(each) for each in (trunk, draft))
     found = match_texts(ours, theirs, (VOCAB, VOCAB))
@@ -276,22 +284,22 @@ def test_tokens_with_equal_texts(tmp_path: Path) -> None:
     assert match(ours, theirs, (VOCAB, VOCAB), ("a", "b"), by_token=True).rows == found.rows
 
 
-def test_what_cannot_draft_is_refused(tmp_path: Path) -> None:
-    trunk, model = written("llama"), tiny_model("llama")
+def test_models_that_cannot_draft_are_refused(tmp_path: Path) -> None:
+    trunk, model = model_folder("llama"), tiny_model("llama")
     spec = support.eagle3_spec(model)
     head = support.write_head(tmp_path / "head", model.config, spec, support.eagle3_arrays(model, spec))
-    for draft, drafter, said in (
-        (written("qwen3_next"), "draft_model", "has recurrent layers, which cannot draft yet"),
+    for draft, drafter, message in (
+        (model_folder("qwen3_next"), "draft_model", "has recurrent layers, which cannot draft yet"),
         (trunk, "auto", "without an MTP head of its own, and not smaller"),
         (trunk, "mtp", "without an MTP head of its own"),
         (head, "draft_model", "is a head of kind eagle3, not a whole model"),
     ):
-        with pytest.raises(ModelError, match=said):
+        with pytest.raises(ModelError, match=message):
             loaded("native", trunk, draft, drafter=drafter)
     with pytest.raises(UsageError, match="needs a second, smaller model"):
         load_model(str(trunk), EngineConfig(drafter="draft_model", threads=1))
 
 
-def test_a_smaller_model_needs_no_word() -> None:
-    model = loaded("native", written("llama"), written("llama", num_hidden_layers=1), drafter="auto")
+def test_smaller_model_is_a_draft_model_by_default() -> None:
+    model = loaded("native", model_folder("llama"), model_folder("llama", num_hidden_layers=1), drafter="auto")
     assert model.head.spec.kind == "draft_model"

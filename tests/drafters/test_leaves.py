@@ -1,4 +1,4 @@
-"""Leaves beside a draft's tokens: the text is that of plain decoding, and an accepted leaf saves a pass."""
+"""Leaves beside draft tokens: the text is that of plain decoding, and an accepted leaf saves a pass."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import replace
@@ -33,18 +33,18 @@ DRAFT = Draft([5, 6, 7], leaves=[Leaf(0, 1, 8, 0.1), Leaf(1, 1, 9, 0.2), Leaf(1,
     ([5, 6, 7, 8, 11, 12, 13], VerifyResult((5, 6, 7, 8), 6, 3)),
     ([8, 2, 3, 4, -1, 12, 13], VerifyResult((8, -1), 6, 1, leaf=0)),
 ])  # fmt: skip
-def test_a_leaf_is_accepted_at_its_place(targets: list[int], result: VerifyResult) -> None:
+def test_leaf_is_accepted_at_its_position(targets: list[int], result: VerifyResult) -> None:
     assert verify_leaves(DRAFT, targets) == result
 
 
-def test_rows_of_a_draft_with_leaves() -> None:
+def test_prefixes_and_parents_of_a_draft_with_leaves() -> None:
     assert DRAFT.prefixes == [[], [5], [5, 6], [5, 6, 7], [8], [5, 9], [5, 4]]
     assert DRAFT.parents == [-1, 0, 1, -1, 0, 0] and DRAFT.num_rows == 6
     assert DRAFT.to_leaf(DRAFT.leaves[1]).tokens == [5, 9] and DRAFT.cut(2) == Draft([5, 6])
 
 
 class BranchingOracle(OracleDrafter):
-    """Moves some true tokens to the leaves; other leaves are junk."""
+    """Moves some true tokens to leaves; the other leaves are wrong."""
 
     def propose(self, requests: Seq[DraftRequest]) -> None:
         super().propose(requests)
@@ -63,14 +63,14 @@ class BranchingOracle(OracleDrafter):
 
 
 def count_leaves(engine: Engine) -> list[int]:
-    """A list that gets an entry for each accepted leaf."""
+    """A list that receives the index of each accepted leaf."""
     found, original = list[int](), engine.runner.keep_leaves
 
-    def noted(spans: Any, results: Seq[VerifyResult]) -> None:
+    def recording_keep_leaves(spans: Any, results: Seq[VerifyResult]) -> None:
         found.extend(result.leaf for result in results if result.leaf is not None)
         original(spans, results)
 
-    engine.runner.keep_leaves = noted  # type: ignore[method-assign]
+    engine.runner.keep_leaves = recording_keep_leaves  # type: ignore[method-assign]
     return found
 
 
@@ -84,9 +84,9 @@ FAMILIES = ("mimo", "deepseek_v3", "deepseek_v4", "gemma3", "glm_moe_dsa", "gpt_
 @pytest.mark.parametrize(
     "family", [each if each == "mimo" else pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES]
 )
-def test_what_an_accepted_leaf_left_is_that_of_plain_decoding(family: str) -> None:
+def test_accepted_leaves_keep_the_text(family: str) -> None:
     model = replace(tiny_model(family, num_hidden_layers=2), head=None)
-    truths = {temperature: plain(model, temperature) for temperature in (0.0, 1.0)}
+    truths = {temperature: plain_texts(model, temperature) for temperature in (0.0, 1.0)}
     pairs = product if family == "mimo" else lambda *each: zip(cycle(each[0]), each[1], strict=False)
     for number, (temperature, settings) in enumerate(pairs(truths, SETTINGS.values())):
         truth = truths[temperature]
@@ -98,13 +98,13 @@ def test_what_an_accepted_leaf_left_is_that_of_plain_decoding(family: str) -> No
         assert engine.stats.accepted == sum(engine.stats.per_position)
 
 
-def plain(model: Model, temperature: float, **settings: Any) -> support.Outputs:
+def plain_texts(model: Model, temperature: float, **settings: Any) -> support.Outputs:
     return run(make(model, drafter="none", **settings), varied_requests(temperature))
 
 
 @cache
-def plain_native(temperature: float) -> support.Outputs:
-    return plain(trunk(), temperature, **NATIVE)
+def plain_native_texts(temperature: float) -> support.Outputs:
+    return plain_texts(trunk(), temperature, **NATIVE)
 
 
 NATIVE = {"backend": "native", "dtype": "float32", "block_size": 16}
@@ -125,11 +125,11 @@ def trunk() -> Model:
 
 @pytest.mark.parametrize("depth", [4, "auto"])
 @pytest.mark.parametrize("head", HEADS)
-def test_heads_draw_leaves_and_change_nothing(head: str, depth: Any) -> None:
+def test_leaves_drawn_by_heads_keep_the_text(head: str, depth: Any) -> None:
     model = replace(trunk(), head=HEADS[head](trunk()))
     drafted = num_accepted = 0
     for temperature in (0.0, 0.8, 1.2):
-        truth = plain_native(temperature)
+        truth = plain_native_texts(temperature)
         for more in SETTINGS.values():
             engine = make(model, **NATIVE, drafter=head.split()[0], depth=depth, draft_width=3, **more)
             accepted = count_leaves(engine)
@@ -140,18 +140,18 @@ def test_heads_draw_leaves_and_change_nothing(head: str, depth: Any) -> None:
 
 
 def first_draft(width: int, temperature: float, banned: Seq[int] = ()) -> tuple[int, Draft]:
-    """The first token behind a prompt, and the draft behind that."""
+    """The first token after a prompt, and the draft after that token."""
     model = replace(trunk(), head=HEADS["eagle3"](trunk()))
     engine = make(model, **NATIVE, drafter="eagle3", depth=2, draft_width=width)
     bias = dict.fromkeys(banned, -100.0)
-    asked = {"max_tokens": 30, "stops": (), "temperature": temperature, "seed": 3, "logit_bias": bias}
-    (sequence,) = engine.submit(support.request(support.prompt_of(12, 3), **asked))
+    settings = {"max_tokens": 30, "stops": (), "temperature": temperature, "seed": 3, "logit_bias": bias}
+    (sequence,) = engine.submit(support.request(support.prompt_of(12, 3), **settings))
     engine.step(lambda deltas: None)
     return sequence.tokens[-1], sequence.draft
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_leaf_is_what_would_be_drawn_without_the_candidates_before_it(temperature: float) -> None:
+def test_leaf_equals_the_draw_with_higher_ranks_banned(temperature: float) -> None:
     (token, chain), (_, tree) = first_draft(1, temperature), first_draft(3, temperature)
     assert chain.tokens == tree.tokens and not chain.leaves
     assert [(leaf.place, leaf.rank) for leaf in tree.leaves] == [(0, 1), (0, 2), (1, 1), (1, 2)]
@@ -161,7 +161,7 @@ def test_a_leaf_is_what_would_be_drawn_without_the_candidates_before_it(temperat
         assert other == token and draft.tokens[0] == candidates[count]
 
 
-def test_a_width_needs_a_backend_that_draws_leaves() -> None:
+def test_draft_width_is_refused_without_backend_support() -> None:
     with pytest.raises(UsageError, match="--draft-width 2 needs the native backend"):
         select_backend(EngineConfig(backend="reference", draft_width=2))
     with pytest.raises(UsageError, match="--draft-width is 9"):

@@ -1,4 +1,4 @@
-"""Texts of earlier requests as drafts: what is found, for whom, within which memory, and that texts stay the same."""
+"""Shared lookup: drafts from the texts of earlier requests of the same owner, within a memory limit."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -19,17 +19,17 @@ from headstart.errors import UsageError
 ME, OTHER = 1, 2
 
 
-def test_the_longest_match_wins_and_then_the_latest() -> None:
+def test_longest_and_then_latest_match_is_found() -> None:
     texts = SharedLookup()
     texts.add(ME, [], [1, 2, 3, 4, 5, 10, 11])
     texts.add(ME, [], [9, 2, 3, 4, 5, 20, 21])
     assert texts.find(ME, [7, 1, 2, 3, 4, 5], 4) == ([10, 11], 5) and texts.find(ME, [8, 2, 3, 4, 5], 1) == ([20], 4)
-    assert texts.find(ME, [2, 3, 4, 5, 10, 11], 4) == ([], 0)  # nothing follows
-    assert texts.find(ME, [3, 4, 5], 4) == ([], 0)  # shorter than anything that is looked up
+    assert texts.find(ME, [2, 3, 4, 5, 10, 11], 4) == ([], 0)  # no token follows the match
+    assert texts.find(ME, [3, 4, 5], 4) == ([], 0)  # shorter than the minimum match
 
 
-def test_one_beginning_among_many_is_found_by_what_was_asked() -> None:
-    """All prompts end alike, as those of a chat template do."""
+def test_match_extends_beyond_a_common_template() -> None:
+    """All prompts end with the same tokens, like those of a chat template."""
     texts, template = SharedLookup(), [1, 2, 3, 4, 5]
     for question in range(100, 200):
         texts.add(ME, [question] * 20 + template, [question + 1000] * 3)
@@ -38,7 +38,7 @@ def test_one_beginning_among_many_is_found_by_what_was_asked() -> None:
         assert (found, size) == ([question + 1000] * 3, 25)
 
 
-def test_texts_are_their_owners() -> None:
+def test_texts_are_found_by_their_owner_only() -> None:
     texts = SharedLookup()
     texts.add(ME, [], list(range(10)))
     assert texts.find(OTHER, list(range(6)), 4) == ([], 0) and texts.find(ME, list(range(6)), 4) == ([6, 7, 8, 9], 6)
@@ -46,9 +46,9 @@ def test_texts_are_their_owners() -> None:
     assert texts.find(ME, list(range(6)), 4) == ([], 0)
 
 
-def test_what_is_found_is_what_a_search_finds() -> None:
-    """Against a plain search over everything, while the ring goes round: the longest match, unless too many places
-    were looked at, and never a token of a text that is gone."""
+def test_match_agrees_with_a_plain_search() -> None:
+    """While the ring buffer wraps, every match is one that a plain search over the retained tokens finds, and no
+    overwritten token is returned."""
     rng = np.random.default_rng(0)
     texts, kept = SharedLookup(400 * PER_TOKEN), list[list[int]]()
     for _ in range(60):
@@ -64,7 +64,7 @@ def test_what_is_found_is_what_a_search_finds() -> None:
         places = [at for at in range(1, len(ring)) if size and ring[at - size : at] == tail[-size:] and ring[at] >= 0]
         assert not size or any(ring[at : at + len(found)] == found for at in places)
         assert size == 0 or SHORT <= size <= MAX_SHARED_MATCH
-    assert texts.end > 3 * 400  # it went round
+    assert texts.end > 3 * 400  # the ring wrapped
 
 
 def test_memory_is_bounded() -> None:
@@ -76,7 +76,7 @@ def test_memory_is_bounded() -> None:
     assert texts.find(ME, list(range(100, 110)), 2) == ([], 0)
 
 
-def again(requests: list[Request], **changes: str) -> list[Request]:
+def with_new_ids(requests: list[Request], **changes: str) -> list[Request]:
     return [replace(each, request_id=f"{each.request_id} again", **changes) for each in requests]
 
 
@@ -87,11 +87,11 @@ def engine_of(drafter: str = "ngram", **settings: object) -> Engine:
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize(("drafter", "depth"), [("ngram", 5), ("mixed", "auto")])
-def test_the_same_again_is_drafted_and_the_text_stays(drafter: str, depth: int | str, temperature: float) -> None:
+def test_repeated_requests_are_drafted_and_keep_the_text(drafter: str, depth: int | str, temperature: float) -> None:
     requests = varied_requests(temperature)
     plain = run(make(headed_model("mimo"), drafter="none"), requests)
     engine = engine_of(drafter, depth=depth)
-    for each in (requests, again(requests), requests):
+    for each in (requests, with_new_ids(requests), requests):
         outputs = run(engine, each)
         assert [output.tokens for output in outputs.values()] == [
             plain[name.removesuffix(" again"), choice].tokens for name, choice in outputs
@@ -101,11 +101,11 @@ def test_the_same_again_is_drafted_and_the_text_stays(drafter: str, depth: int |
 
 
 @pytest.mark.parametrize("changes", [{"owner": "key 1"}, {"cache_salt": "another"}])
-def test_nobody_drafts_from_the_texts_of_others(changes: dict[str, str]) -> None:
+def test_texts_of_other_owners_are_not_drafted(changes: dict[str, str]) -> None:
     requests = [request(prompt_of(30, 1), max_tokens=20, stops=())]
     engine = engine_of(enable_prefix_caching=False)
     run(engine, requests)
-    run(engine, again(requests, **changes))
+    run(engine, with_new_ids(requests, **changes))
     assert engine.stats.sources.get(SHARED, 0) == 0
     passes = engine.runner.num_passes
     run(engine, requests)
@@ -113,8 +113,8 @@ def test_nobody_drafts_from_the_texts_of_others(changes: dict[str, str]) -> None
 
 
 @pytest.mark.parametrize("settings", [{"shared_lookup": False}, {"rule": "rejection"}])
-def test_it_can_be_switched_off(settings: dict[str, object]) -> None:
-    """Under rule rejection a text depends on its drafts, so it must not depend on other requests."""
+def test_shared_lookup_is_disabled_by_flag_or_rejection(settings: dict[str, object]) -> None:
+    """With rule `rejection` a text depends on its drafts, so drafts must not come from other requests."""
     requests = [request(prompt_of(30, 1), max_tokens=20, stops=())]
     engine = engine_of(**settings)
     run(engine, requests)
@@ -122,8 +122,8 @@ def test_it_can_be_switched_off(settings: dict[str, object]) -> None:
     assert engine.stats.sources.get(SHARED, 0) == 0
 
 
-def test_a_corpus_is_looked_up_and_the_text_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("learn", "_learn_draft"):  # depth auto keeps the costs below
+def test_corpus_is_drafted_from_and_keeps_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("learn", "_learn_draft"):  # keeps the costs set below
         monkeypatch.setattr(Drafting, name, lambda *args: None)
     requests = varied_requests(1.0)
     plain = run(make(headed_model("mimo"), drafter="none"), requests)
@@ -138,7 +138,7 @@ def test_a_corpus_is_looked_up_and_the_text_stays(tmp_path: Path, monkeypatch: p
         assert engine.stats.sources[SHARED] > 20
 
 
-def test_a_corpus_that_cannot_be_looked_up_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_corpus_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"missing\.txt is not a file"):
         EngineConfig(lookup_corpus=str(tmp_path / "missing.txt"))
     corpus = tmp_path / "corpus.txt"
