@@ -1,4 +1,4 @@
-"""Block drafters' modules: a block against a plain computation, files, and what is refused."""
+"""Modules of block drafters: comparison with a plain computation, files, refused heads."""
 
 import json
 from dataclasses import replace
@@ -45,13 +45,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def written(model: Any, path: Path, own: tuple[str, ...] = (), draft_ids: Any = None, **facts: Any) -> Path:
+def head_folder(model: Any, path: Path, own: tuple[str, ...] = (), draft_ids: Any = None, **facts: Any) -> Path:
     spec = support.block_spec(model, **facts)
     return support.write_head(path, model.config, spec, support.block_arrays(model, spec, draft_ids, own), draft_ids)
 
 
-def doubles(path: Path) -> dict[str, Any]:
-    """Its tensors in float64."""
+def float64_tensors(path: Path) -> dict[str, Any]:
+    """Tensors of the head in float64."""
     stored = read_file(path / "model.safetensors").items()
     return {name: torch.from_numpy(each.float32().copy()).double() for name, each in stored if each.dtype[0] != "I"}
 
@@ -60,8 +60,8 @@ def norm(x: Any, w: Any, eps: float) -> Any:
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * w
 
 
-def turned(x: Any, positions: Any, inv_freq: Any, *, interleaved: bool) -> Any:
-    """x [T, heads, D]."""
+def rotate(x: Any, positions: Any, inv_freq: Any, *, interleaved: bool) -> Any:
+    """Rotary embedding of x [T, heads, D]."""
     angle = (positions[:, None] * inv_freq)[:, None]
     if interleaved:
         a, b = x[..., ::2], x[..., 1::2]
@@ -71,8 +71,8 @@ def turned(x: Any, positions: Any, inv_freq: Any, *, interleaved: bool) -> Any:
 
 
 def plain_block(t: dict[str, Any], spec: Any, streams: Any, ids: list[int], embedding: Any) -> Any:
-    """streams [n, taps * H] of positions 0 .. n - 1 and the tokens of a block at n, n + 1, ... -> y [rows, H]: the
-    formula once more, without pools, in float64."""
+    """Plain float64 computation without pools: streams [n, taps * H] of positions 0 .. n - 1 and the token ids of a
+    block at n, n + 1, ... -> y [rows, H]."""
     block, layer = spec.block, spec.layer
     attention, eps, inv_freq = layer.mixer.spec, layer.eps, torch.tensor(layer.mixer.rope.inv_freq, dtype=torch.float64)
     if block.tap_norms:
@@ -95,8 +95,8 @@ def plain_block(t: dict[str, Any], spec: Any, streams: Any, ids: list[int], embe
         k, v = ((both @ at(f"self_attn.{n}_proj.weight").T).unflatten(-1, (-1, attention.head_dim)) for n in "kv")
         if layer.mixer.qk_norm:
             q, k = norm(q, at("self_attn.q_norm.weight"), eps), norm(k, at("self_attn.k_norm.weight"), eps)
-        q = turned(q, places[count:], inv_freq, interleaved=block.interleaved)
-        k = turned(k, places, inv_freq, interleaved=block.interleaved)
+        q = rotate(q, places[count:], inv_freq, interleaved=block.interleaved)
+        k = rotate(k, places, inv_freq, interleaved=block.interleaved)
         k, v = (each.repeat_interleave(attention.num_heads // attention.num_kv_heads, 1) for each in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * attention.scale
         if block.is_causal(i):
@@ -120,8 +120,8 @@ def plain_block(t: dict[str, Any], spec: Any, streams: Any, ids: list[int], embe
 
 
 def plain_conv(t: dict[str, Any], at: str, x: Any, before: Any, side: int) -> Any:
-    """out[i, c] = sum over taps of (base[tap, c] + delta[i, tap, group of c]) x[i - tap, c]: the input (side 0) or the
-    output (side 1) of a part, whose input was `before`."""
+    """out[i, c] = sum over taps of (base[tap, c] + delta[i, tap, group of c]) x[i - tap, c], at the input (side 0) or
+    output (side 1) of a part whose input is `before`."""
     base = t[f"{at}base_kernel"][side]
     deltas = (before @ t[f"{at}kernel_projection.weight"].T).view(len(x), 2, len(base), -1)[:, side]
     out = torch.zeros_like(x)
@@ -133,8 +133,8 @@ def plain_conv(t: dict[str, Any], at: str, x: Any, before: Any, side: int) -> An
 
 
 def plain_markov(t: dict[str, Any], block: Any, logits: Any, y: Any, before: list[int]) -> Any:
-    """Rows of logits [L, V'] after the tokens before each: the formulas of DeepSpec's markov_head.py and of z-lab's
-    CandidateSelector."""
+    """Logits [L, V'] with the Markov term of the token before each row: formulas of DeepSpec's markov_head.py and
+    z-lab's CandidateSelector."""
     state, found = torch.zeros(block.markov_rank, dtype=torch.float64), []
     for row, h, token in zip(logits, y, before, strict=True):
         e, out = t["markov.embed.weight"][token], t["markov.out.weight"]
@@ -158,11 +158,11 @@ def plain_markov(t: dict[str, Any], block: Any, logits: Any, y: Any, before: lis
 
 @pytest.mark.parametrize("own", [(), ("lm_head", "embed_tokens")], ids=["shared", "own"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_block_is_the_formula(variant: str, own: tuple[str, ...], tmp_path: Path) -> None:
+def test_block_matches_plain_computation(variant: str, own: tuple[str, ...], tmp_path: Path) -> None:
     model = support.tiny_model("llama")
     draft_ids = DRAFT_IDS if own else None
-    path = written(model, tmp_path / "head", own, draft_ids, **VARIANTS[variant])
-    head, t = attach_head(model, path), doubles(path)
+    path = head_folder(model, tmp_path / "head", own, draft_ids, **VARIANTS[variant])
+    head, t = attach_head(model, path), float64_tensors(path)
     rng, count, width, block = np.random.default_rng(0), 7, model.config.hidden_size, head.spec.block
     streams = torch.from_numpy(rng.standard_normal((count, 2 * width)))
     embedding = model.decoder.embedding if head.embedding is None else head.embedding
@@ -182,7 +182,7 @@ def test_a_block_is_the_formula(variant: str, own: tuple[str, ...], tmp_path: Pa
     torch.testing.assert_close(found["logits"][:, : expected.shape[1]], expected, rtol=1e-9, atol=1e-9)
     before = [9, 20, 21, 22, 23]
     if block.markov_rank:
-        told, wanted = t["markov.embed.weight"][before], plain_markov(t, block, expected, y, before)
+        token_embeddings, wanted = t["markov.embed.weight"][before], plain_markov(t, block, expected, y, before)
         if block.markov_kind == "rnn":
             steps, rows = [], found["logits"].clone()
             for i, token in enumerate(before):
@@ -194,26 +194,29 @@ def test_a_block_is_the_formula(variant: str, own: tuple[str, ...], tmp_path: Pa
             added = run(codes["markov"], support.plan_at(count, before), hidden=found["logits"])
         torch.testing.assert_close(added["logits"], wanted, rtol=1e-9, atol=1e-9)
     if block.confidence:
-        sure = found["confidence"] + (added["confidence"] if block.confidence_markov else 0)
-        read = torch.cat((y, told), -1) if block.confidence_markov else y
-        torch.testing.assert_close(sure, read @ t["confidence.weight"].T + t["confidence.bias"], rtol=1e-9, atol=1e-9)
+        confidence = found["confidence"] + (added["confidence"] if block.confidence_markov else 0)
+        read = torch.cat((y, token_embeddings), -1) if block.confidence_markov else y
+        torch.testing.assert_close(
+            confidence, read @ t["confidence.weight"].T + t["confidence.bias"], rtol=1e-9, atol=1e-9
+        )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["dspark", "dflash", "gated", "rnn", "dflash2"])
-def test_drafts_of_the_engine_are_the_formula(variant: str, tmp_path: Path) -> None:
-    """Which hidden states, positions and tokens go in: prompts in chunks, prefixes found again, drafts cut short."""
+def test_engine_drafts_match_plain_computation(variant: str, tmp_path: Path) -> None:
+    """Covers the hidden states, positions and tokens that the engine passes: prompt chunks, prefix hits, shortened
+    drafts."""
     model = support.tiny_model("llama")
-    model = replace(model, head=attach_head(model, path := written(model, tmp_path / "head", **VARIANTS[variant])))
-    t = doubles(path)
+    model = replace(model, head=attach_head(model, path := head_folder(model, tmp_path / "head", **VARIANTS[variant])))
+    t = float64_tensors(path)
     engine = support.make(model, depth=3, drafter="block", max_num_batched_tokens=16)
     runner, block, lm_head = engine.runner, model.head.spec.block, model.decoder.lm_head.weight
-    made = support.record_drafts(engine)
+    drafts = support.record_drafts(engine)
     prompts = [support.prompt_of(30, 1), support.prompt_of(30, 1)[:20] + support.prompt_of(5, 2)]
     for i, prompt in enumerate(prompts):
         support.run(engine, [support.request(prompt, name=f"r{i}", max_tokens=12, stops=())])
     assert engine.scheduler.prefix_hits > 0
-    for tokens, drafted in made:
+    for tokens, drafted in drafts:
         sequence = support.new_sequence(engine, tokens)
         runner.run(runner.trunk, "forward", [Rows(sequence, 0, tokens, 1)])
         size, table = engine.config.block_size, sequence.block_table
@@ -228,13 +231,13 @@ def test_drafts_of_the_engine_are_the_formula(variant: str, tmp_path: Path) -> N
         if block.markov_rank and drafted:
             logits = plain_markov(t, block, logits, y, [tokens[-1], *drafted[:-1]])
         assert drafted == logits.argmax(-1).tolist()
-    assert sum(len(drafted) for _, drafted in made) > 20
+    assert sum(len(drafted) for _, drafted in drafts) > 20
 
 
-def test_files_keep_every_fact(tmp_path: Path) -> None:
+def test_head_files_keep_all_facts(tmp_path: Path) -> None:
     model = support.tiny_model("llama")
     facts: dict[str, Any] = {**MARKOV, "windows": (3, 0), "sinks": True, "logit_scale": 0.5, "tap_norms": True}
-    head = read_head(written(model, tmp_path / "head", (), DRAFT_IDS, **facts))
+    head = read_head(head_folder(model, tmp_path / "head", (), DRAFT_IDS, **facts))
     assert head.spec == support.sized(support.block_spec(model, **facts), support.VOCAB, DRAFT_IDS)
     assert head.draft_token_ids.tolist() == list(DRAFT_IDS)
 
@@ -259,9 +262,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_facts_are_named(case: str, tmp_path: Path) -> None:
+def test_invalid_facts_are_refused_by_name(case: str, tmp_path: Path) -> None:
     model = support.tiny_model("llama")
-    path = written(model, tmp_path / "head", **MARKOV)
+    path = head_folder(model, tmp_path / "head", **MARKOV)
     document = json.loads((path / "config.json").read_text())
     changes, message = WRONG[case]
     (document if "tap" in changes else document["block_drafter"]).update(changes)
@@ -270,9 +273,9 @@ def test_wrong_facts_are_named(case: str, tmp_path: Path) -> None:
         attach_head(model, path)
 
 
-def test_a_drafter_of_another_trunk(tmp_path: Path) -> None:
+def test_drafter_of_another_trunk_is_refused(tmp_path: Path) -> None:
     model = support.tiny_model("llama")
-    path = written(model, tmp_path / "head")
+    path = head_folder(model, tmp_path / "head")
     other = replace(model, config=replace(model.config, hidden_size=model.config.hidden_size // 2))
     with pytest.raises(ModelError, match=r"its hidden_size is \d+, the model's is \d+"):
         attach_head(other, path)

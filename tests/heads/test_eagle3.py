@@ -1,4 +1,4 @@
-"""EAGLE-3 heads: the formula against a plain implementation, the files in the layout of other engines."""
+"""EAGLE-3 heads: comparison with a plain computation, and files in the layouts of other engines."""
 
 import json
 import re
@@ -28,8 +28,8 @@ MAPS = ("d2t", "t2d")
 DRAFT_IDS = tuple(range(1, support.VOCAB, 3))
 
 
-def written(model: Any, path: Path, norms: tuple[str, ...] = (), qk_norm: bool = False, **changes: Any) -> Path:
-    """A head; `norms`: those of EAGLE-3.1, by our names."""
+def head_folder(model: Any, path: Path, norms: tuple[str, ...] = (), qk_norm: bool = False, **changes: Any) -> Path:
+    """An EAGLE-3 head; `norms` are those of EAGLE-3.1, by headstart's names."""
     spec = replace(support.eagle3_spec(model), num_layers=changes.get("num_layers", 1))
     if qk_norm:
         spec = replace(spec, layer=replace(spec.layer, mixer=replace(spec.layer.mixer, qk_norm=True)))
@@ -39,13 +39,13 @@ def written(model: Any, path: Path, norms: tuple[str, ...] = (), qk_norm: bool =
 
 
 def plain_eagle3(t: dict[str, Any], streams: Any, embedded: Any, spec: Any, inv_freq: Any, eps: float) -> Any:
-    """streams [T, 3 H] and embedded [T, H] of pairs at positions 1.. -> logits [T, V'], recycled [T, H]: the formula
-    once more, straight from the paper's code, in float64."""
+    """Plain float64 computation from the paper's code: streams [T, 3 H] and embedded [T, H] of pairs at positions 1..
+    -> logits [T, V'], recycled [T, H]."""
 
     def norm(x: Any, w: Any) -> Any:
         return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * w
 
-    def turned(x: Any) -> Any:
+    def rotate(x: Any) -> Any:
         angle = torch.arange(1, len(x) + 1)[:, None] * inv_freq
         cos, sin = (torch.cat((each, each), -1)[:, None] for each in (angle.cos(), angle.sin()))
         half = x.shape[-1] // 2
@@ -61,7 +61,7 @@ def plain_eagle3(t: dict[str, Any], streams: Any, embedded: Any, spec: Any, inv_
         q, k, v = (each.view(len(x), -1, spec.head_dim) for each in (q, k, v))
         if f"{at}self_attn.q_norm.weight" in t:
             q, k = norm(q, t[f"{at}self_attn.q_norm.weight"]), norm(k, t[f"{at}self_attn.k_norm.weight"])
-        q, k = turned(q), turned(k)
+        q, k = rotate(q), rotate(k)
         k, v = (each.repeat_interleave(spec.num_heads // spec.num_kv_heads, 1) for each in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * spec.head_dim**-0.5
         scores = scores.masked_fill(torch.ones(len(x), len(x)).triu(1).bool(), -torch.inf).softmax(-1)
@@ -85,9 +85,9 @@ NORMS = ((), ("input_norm.weight",), ("tap_norms.weight",), ("input_norm.weight"
 @pytest.mark.parametrize(
     ("norms", "layers", "qk_norm"), [*((each, 1, False) for each in NORMS), ((), 3, False), ((), 2, True)]
 )
-def test_the_formula(tmp_path: Path, norms: tuple[str, ...], layers: int, qk_norm: bool) -> None:
+def test_head_matches_plain_computation(tmp_path: Path, norms: tuple[str, ...], layers: int, qk_norm: bool) -> None:
     model = support.tiny_model("llama")
-    path = written(model, tmp_path / "head", norms, qk_norm, num_layers=layers)
+    path = head_folder(model, tmp_path / "head", norms, qk_norm, num_layers=layers)
     assert json.loads((path / "config.json").read_text())["num_hidden_layers"] == layers
     attached, files = attach_head(model, path), read_file(path / "model.safetensors")
     tensors = {name: torch.from_numpy(each.float32()).double() for name, each in files.items() if name not in MAPS}
@@ -108,12 +108,12 @@ def test_the_formula(tmp_path: Path, norms: tuple[str, ...], layers: int, qk_nor
     assert model.backend.run(following, plan, hidden=recycled)["logits"].shape == expected.shape
 
 
-def test_files_are_those_of_other_engines(tmp_path: Path) -> None:
+def test_files_have_the_layout_of_other_engines(tmp_path: Path) -> None:
     model = support.tiny_model("llama")
-    path = written(model, tmp_path / "head")
+    path = head_folder(model, tmp_path / "head")
     document = json.loads((path / "config.json").read_text())
-    said = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(DRAFT_IDS), "rope_theta": 10000.0}
-    assert {key: document[key] for key in said} == said
+    expected = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": len(DRAFT_IDS), "rope_theta": 10000.0}
+    assert {key: document[key] for key in expected} == expected
     tensors = read_file(path / "model.safetensors")
     assert {"fc.weight", "midlayer.hidden_norm.weight", "norm.weight", "lm_head.weight", "d2t", "t2d"} <= tensors.keys()
     offsets = tensors["d2t"].numpy()
@@ -125,12 +125,12 @@ def test_files_are_those_of_other_engines(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layout", ["SafeAILab", "speculators"])
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn", "dynamic"])
-def test_ropes_are_those_of_transformers(kind: str, layout: str, tmp_path: Path) -> None:
-    """A head of a long trunk has its rope, under either program's key."""
+def test_scaled_ropes_match_transformers(kind: str, layout: str, tmp_path: Path) -> None:
+    """Rope scaling of a long-context trunk, under the config keys of both projects."""
     scaling = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
     named = {"linear": 1, "dynamic": 1, "llama3": 4, "yarn": 1}[kind]
     rope = {"rope_type": kind, "rope_theta": 5e4, **dict(list(scaling.items())[:named])}
-    path = written(support.tiny_model("llama"), tmp_path / "head")
+    path = head_folder(support.tiny_model("llama"), tmp_path / "head")
     document = json.loads((path / "config.json").read_text())
     del document["rope_theta"]
     if layout == "speculators":
@@ -148,11 +148,11 @@ def test_ropes_are_those_of_transformers(kind: str, layout: str, tmp_path: Path)
 
 
 PEAGLE = {"speculative_tokens": 5}
-MASK_TOKEN = 1  # of support.peagle_spec
+MASK_TOKEN = 1  # the mask token of support.peagle_spec
 
 
-def written_peagle(model: Any, path: Path) -> Path:
-    """A P-EAGLE head of two layers, as speculators writes it."""
+def peagle_folder(model: Any, path: Path) -> Path:
+    """A P-EAGLE head of two layers in the layout of speculators."""
     spec = support.peagle_spec(model)
     path = support.write_head(path, model.config, spec, support.eagle3_arrays(model, spec, DRAFT_IDS), DRAFT_IDS)
     document = json.loads((path / "config.json").read_text())
@@ -167,11 +167,11 @@ def written_peagle(model: Any, path: Path) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "native"])
-def test_peagle_drafts_as_trained(tmp_path: Path, backend: str) -> None:
-    """speculators' core.py: rows of the mask's embedding and of `mask_hidden` stand behind the last pair, all causal;
-    the pairs that stay are those of true states. The text is the trunk's."""
+def test_peagle_drafts_match_plain_computation(tmp_path: Path, backend: str) -> None:
+    """As in speculators' core.py, rows of the mask token's embedding and of `mask_hidden` follow the last pair, all
+    causal; only pairs of true states stay cached. The text is the trunk's."""
     folder = support.write_model(tmp_path / "model", *support.family_of("llama").tiny())
-    made, path = support.tiny_model("llama"), written_peagle(support.tiny_model("llama"), tmp_path / "head")
+    trunk, path = support.tiny_model("llama"), peagle_folder(support.tiny_model("llama"), tmp_path / "head")
     settings: dict[str, Any] = {"backend": backend, "dtype": {"reference": "float64", "native": "float32"}[backend]}
     model = support.model_at(folder, **settings)
     settings["block_size"] = 16
@@ -187,23 +187,23 @@ def test_peagle_drafts_as_trained(tmp_path: Path, backend: str) -> None:
     }
     files = read_file(path / "model.safetensors").items()
     t = {name: torch.from_numpy(each.float32().copy()).double() for name, each in files if name not in MAPS}
-    layer, same, streams_of = support.plain_layer(made.config), list[bool](), trunk_streams(made)
+    layer, same, streams_of = support.plain_layer(trunk.config), list[bool](), trunk_streams(trunk)
     for tokens, drafted in drafts:
         masks = len(drafted) - 1
         streams = torch.cat((streams_of(tokens)[:-1], t["mask_hidden"].view(1, -1).expand(masks, -1)))
         ids = torch.tensor([*tokens[1:], *[MASK_TOKEN] * masks])
         logits, _ = plain_eagle3(
-            t, streams, made.decoder.embedding[ids], layer.mixer.spec,
+            t, streams, trunk.decoder.embedding[ids], layer.mixer.spec,
             torch.tensor(layer.mixer.rope.inv_freq, dtype=torch.float64), layer.eps,
         )  # fmt: skip
         wanted = logits[-len(drafted) :].argmax(-1).tolist()
         same += [DRAFT_IDS[a] == b for a, b in zip(wanted, drafted, strict=True)]
     assert len(same) > 40 and not any(MASK_TOKEN in tokens for tokens, _ in drafts)
-    assert np.mean(same) > (0.75 if backend == "native" else 0.9999)  # there a drafter's weights are int4
+    assert np.mean(same) > (0.75 if backend == "native" else 0.9999)  # native drafters have int4 weights
 
 
 def trunk_streams(model: Any) -> Any:
-    """tokens -> the streams [T, 3 H] that the trunk's layers 0, 1, 2 read."""
+    """A function of tokens: the streams [T, 3 H] that layers 0, 1, 2 of the trunk read."""
     code = model.decoder.program([model.backend.kv_pool(128, each) for each in model.decoder.kv_specs], None, (0, 1, 2))
     return lambda tokens: model.backend.run(code, support.plan_at(0, tokens))["tapped"]
 
@@ -214,20 +214,20 @@ def as_speculators(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_speculators_names_and_default_taps(tmp_path: Path) -> None:
-    """layers.0 for midlayer, sizes in transformer_layer_config, no tap ids: low, middle and high layer."""
+    """Tensor prefix layers.0 instead of midlayer, sizes in transformer_layer_config; without tap ids the head taps a
+    low, middle and high layer."""
     model = support.tiny_model("llama", num_hidden_layers=8)
-    path = written(model, tmp_path / "head", tap=())
+    path = head_folder(model, tmp_path / "head", tap=())
     (path / "config.json").write_text(json.dumps(as_speculators(json.loads((path / "config.json").read_text()))))
     assert attach_head(model, path).spec.tap == (2, 4, 5)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "native"])
-def test_text_is_that_of_plain_decoding(tmp_path: Path, backend: str) -> None:
-    """Of a head of two layers."""
+def test_drafts_of_a_two_layer_head_keep_the_text(tmp_path: Path, backend: str) -> None:
     config, arrays = support.family_of("llama").tiny()
     folder = support.write_model(tmp_path / "model", config, arrays)
-    path = written(support.tiny_model("llama"), tmp_path / "head", NORMS[-1], num_layers=2)
+    path = head_folder(support.tiny_model("llama"), tmp_path / "head", NORMS[-1], num_layers=2)
     common: dict[str, Any] = {"backend": backend, "threads": 1, "max_model_len": 96, "max_num_batched_tokens": 16}
     if backend == "reference":
         common["dtype"] = "float64"
@@ -241,58 +241,58 @@ def test_text_is_that_of_plain_decoding(tmp_path: Path, backend: str) -> None:
     assert sum(each.speculation.drafted for each in drafted) > 60
 
 
-def test_deepspec_counts_the_outputs_of_layers(tmp_path: Path) -> None:
-    path = changed(written(support.tiny_model("llama"), tmp_path / "a"), {}, target_layer_ids=[0, 1])
+def test_deepspec_layer_ids_count_layer_outputs(tmp_path: Path) -> None:
+    path = with_changes(head_folder(support.tiny_model("llama"), tmp_path / "a"), {}, target_layer_ids=[0, 1])
     assert read_head(path).spec.tap == (1, 2)
 
 
 @pytest.mark.parametrize(("ids", "tap"), [([1, 2, 3], (2, 3, 4)), ([2, 4, 5], (2, 4, 5))])
-def test_ids_of_eagle_config_that_begin_with_one_count_outputs(
+def test_eagle_config_ids_starting_at_one_count_layer_outputs(
     ids: list[int], tap: tuple[int, ...], tmp_path: Path
 ) -> None:
     named: dict[str, Any] = {"eagle_aux_hidden_state_layer_ids": ids}
-    path = changed(written(support.tiny_model("llama"), tmp_path / "a", tap=()), {}, eagle_config=named)
+    path = with_changes(head_folder(support.tiny_model("llama"), tmp_path / "a", tap=()), {}, eagle_config=named)
     assert read_head(path).spec.tap == tap
 
 
-def test_wrong_heads(tmp_path: Path) -> None:
+def test_unfit_heads_are_refused(tmp_path: Path) -> None:
     model = support.tiny_model("llama")
     with pytest.raises(ModelError, match="taps the layers"):
-        attach_head(model, written(model, tmp_path / "a", tap=(0, 1, 9)))
+        attach_head(model, head_folder(model, tmp_path / "a", tap=(0, 1, 9)))
     with pytest.raises(ModelError, match="rope scaling type 'spiral'"):
-        read_head(changed(written(model, tmp_path / "b"), {}, rope_scaling={"rope_type": "spiral"}))
+        read_head(with_changes(head_folder(model, tmp_path / "b"), {}, rope_scaling={"rope_type": "spiral"}))
     with pytest.raises(UsageError, match="its head is of kind eagle3"):
-        support.make(replace(model, head=attach_head(model, written(model, tmp_path / "c"))), drafter="mtp")
+        support.make(replace(model, head=attach_head(model, head_folder(model, tmp_path / "c"))), drafter="mtp")
 
 
-def changed(path: Path, more: dict[str, Any], **keys: Any) -> Path:
-    """With other tensors and keys."""
+def with_changes(path: Path, more: dict[str, Any], **keys: Any) -> Path:
+    """Adds tensors and config keys to the head at `path`."""
     (path / "config.json").write_text(json.dumps({**json.loads((path / "config.json").read_text()), **keys}))
     save_file({**load_file(path / "model.safetensors"), **more}, path / "model.safetensors")
     return path
 
 
 @pytest.mark.parametrize("name", ["layers.1.input_layernorm.weight", "midlayer.self_attn.g_proj.weight", "fc.bias"])
-def test_what_would_change_the_drafts_is_refused(name: str, tmp_path: Path) -> None:
-    path = changed(written(support.tiny_model("llama"), tmp_path / "head"), {name: torch.ones(8)})
+def test_unknown_tensors_are_refused(name: str, tmp_path: Path) -> None:
+    path = with_changes(head_folder(support.tiny_model("llama"), tmp_path / "head"), {name: torch.ones(8)})
     with pytest.raises(ModelError, match=re.escape(f"{name} is not known of an EAGLE-3 head")):
         read_head(path)
 
 
-def test_norms_count_where_they_are_asked_for(tmp_path: Path) -> None:
+def test_norms_are_read_only_if_the_config_enables_them(tmp_path: Path) -> None:
     model = support.tiny_model("llama")
     width, unused = 3 * model.config.hidden_size, {"input_norm.weight", "verifier_norm.weight", "rotary_emb.inv_freq"}
-    path = changed(written(model, tmp_path / "a"), {name: torch.ones(width) for name in unused})
+    path = with_changes(head_folder(model, tmp_path / "a"), {name: torch.ones(width) for name in unused})
     assert not unused & read_head(path).tensors.keys()
-    path = changed(path, {}, eagle_config={"norm_before_fc": True})
+    path = with_changes(path, {}, eagle_config={"norm_before_fc": True})
     assert "input_norm.weight" in read_head(path).tensors
     for key in ("norm_before_fc", "fc_norm"):
         with pytest.raises(ModelError, match=f"config.json says {key}, but its tensors are missing"):
-            read_head(changed(written(model, tmp_path / key), {}, **{key: True}))
+            read_head(with_changes(head_folder(model, tmp_path / key), {}, **{key: True}))
 
 
-def test_what_a_file_says_is_written_back(tmp_path: Path) -> None:
-    path = written(support.tiny_model("llama"), tmp_path / "a", ("tap_norms.weight",), recycle="post_norm")
+def test_published_layout_round_trips(tmp_path: Path) -> None:
+    path = head_folder(support.tiny_model("llama"), tmp_path / "a", ("tap_norms.weight",), recycle="post_norm")
     document, names = json.loads((path / "config.json").read_text()), set(load_file(path / "model.safetensors"))
     assert document["fc_norm"] and document["norm_output"] and {f"fc_norm.{i}.weight" for i in range(3)} <= names
     head = read_head(path)
@@ -301,9 +301,9 @@ def test_what_a_file_says_is_written_back(tmp_path: Path) -> None:
     assert load_file(tmp_path / "b" / "model.safetensors").keys() == names
 
 
-def test_the_own_layout_keeps_the_formula(tmp_path: Path) -> None:
+def test_headstart_layout_round_trips(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"recycle": "post_norm", "num_layers": 2, "norm_before_residual": True}
-    head = read_head(written(support.tiny_model("llama"), tmp_path / "a", ("tap_norms.weight",), **changes))
+    head = read_head(head_folder(support.tiny_model("llama"), tmp_path / "a", ("tap_norms.weight",), **changes))
     write_head(tmp_path / "b", head, {name: each.float32() for name, each in head.tensors.items()})
     again = read_head(tmp_path / "b")
     assert (again.spec, again.tensors.keys()) == (head.spec, head.tensors.keys())

@@ -1,4 +1,5 @@
-"""EAGLE and Medusa heads as their projects publish them: drafts of their formulas, and files that are none."""
+"""EAGLE and Medusa heads as their projects publish them: drafts equal those of their formulas, invalid files are
+refused."""
 
 import json
 import pickle
@@ -34,7 +35,7 @@ SCALED = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_fr
 trunk = partial(tiny_model, "llama", softness=0.3)
 
 
-def written(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], file: str) -> Path:
+def write_folder(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], file: str) -> Path:
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))
     if file.endswith(".safetensors"):
@@ -44,8 +45,8 @@ def written(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], file
     return path
 
 
-def drafts_at_every_length(model: Model, kind: str, expected: Any, depth: int = DEPTH) -> float:
-    """The share of drafts that are `expected(hidden states [T, H], tokens)`."""
+def share_of_equal_drafts(model: Model, kind: str, expected: Any, depth: int = DEPTH) -> float:
+    """Share of draft tokens equal to `expected(hidden states [T, H], tokens)`, over prefixes of every length."""
     engine, tokens, same = make(model, drafter=kind, depth=depth), prompt_of(20, 4), list[bool]()
     for length in range(2, len(tokens)):
         sequence = new_sequence(engine, tokens, length)
@@ -59,7 +60,7 @@ def drafts_at_every_length(model: Model, kind: str, expected: Any, depth: int = 
     return float(np.mean(same))
 
 
-def check_text(model: Model, headed: Model, **settings: Any) -> None:
+def assert_same_text(model: Model, headed: Model, **settings: Any) -> None:
     requests = varied_requests(0.8)
     plain = run(make(model, drafter="none", max_num_seqs=1), requests)
     assert_same(run(make(headed, **settings), requests), plain)
@@ -68,7 +69,7 @@ def check_text(model: Model, headed: Model, **settings: Any) -> None:
 def eagle_files(
     model: Model, *, bias: bool = True, qkv_bias: bool = False, further: bool = False
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """`further`: with a second layer, which has both norms."""
+    """Config and tensors of a random EAGLE head; `further` adds a second layer with both norms."""
     torch.manual_seed(3)
     hidden, heads, kv, dim, inner = model.config.hidden_size, 6, 2, 8, 40
     config = {
@@ -104,15 +105,17 @@ def eagle_files(
         ("model.safetensors", {}, True),
     ],
 )  # fmt: skip
-def test_eagle_drafts_as_published(file: str, changes: dict[str, Any], further: bool, tmp_path: Path) -> None:
-    """cnets1.py: a Llama layer without its first norm, over fc [e ; h]; the trunk's embedding and LM head."""
+def test_eagle_drafts_match_the_published_formula(
+    file: str, changes: dict[str, Any], further: bool, tmp_path: Path
+) -> None:
+    """cnets1.py: a Llama layer without its first norm over fc [e ; h], with the trunk's embedding and LM head."""
     model, own = trunk(), bool(changes)
     config, tensors = eagle_files(model, bias=not own, qkv_bias=own, further=further)
-    path = written(tmp_path / "eagle", {**config, **changes, "attention_bias": own}, tensors, file)
-    asked = LlamaConfig(**{**config, **changes, "attention_bias": own}, attn_implementation="eager")
+    path = write_folder(tmp_path / "eagle", {**config, **changes, "attention_bias": own}, tensors, file)
+    llama_config = LlamaConfig(**{**config, **changes, "attention_bias": own}, attn_implementation="eager")
     layers, rotary = (
-        [LlamaDecoderLayer(asked, i).eval().double() for i in range(1 + further)],
-        LlamaRotaryEmbedding(asked),
+        [LlamaDecoderLayer(llama_config, i).eval().double() for i in range(1 + further)],
+        LlamaRotaryEmbedding(llama_config),
     )
     tensors = {name: tensor.double() for name, tensor in tensors.items()}
     layers[0].input_layernorm = torch.nn.Identity()
@@ -139,19 +142,19 @@ def test_eagle_drafts_as_published(file: str, changes: dict[str, Any], further: 
         return found
 
     headed = replace(model, head=attach_head(model, path))
-    assert drafts_at_every_length(headed, "eagle", expected) >= 0.99
-    check_text(model, headed, drafter="eagle", depth=4)
+    assert share_of_equal_drafts(headed, "eagle", expected) >= 0.99
+    assert_same_text(model, headed, drafter="eagle", depth=4)
 
 
-def test_a_model_of_one_layer_is_no_head(tmp_path: Path) -> None:
+def test_model_of_one_layer_is_not_a_head(tmp_path: Path) -> None:
     config, tensors = eagle_files(trunk())
     del tensors["fc.weight"]
-    assert not is_head(written(tmp_path / "one", config, tensors, "model.safetensors"))
+    assert not is_head(write_folder(tmp_path / "one", config, tensors, "model.safetensors"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("own_lm_heads", "layout"), [(True, "medusa_lm_head.pt"), (True, "vllm"), (False, "vllm")])
-def test_medusa_drafts_as_published(own_lm_heads: bool, layout: str, tmp_path: Path) -> None:
+def test_medusa_drafts_match_the_published_formula(own_lm_heads: bool, layout: str, tmp_path: Path) -> None:
     model, layers = trunk(), 2
     hidden, vocab = model.config.hidden_size, model.config.vocab_size
     torch.manual_seed(5)
@@ -175,7 +178,7 @@ def test_medusa_drafts_as_published(own_lm_heads: bool, layout: str, tmp_path: P
         config = {"architectures": ["MedusaModel"], "model_type": "medusa", "num_heads": DEPTH,
                   "num_hidden_layers": layers, "hidden_size": hidden, "vocab_size": vocab}  # fmt: skip
     file = "model.safetensors" if layout == "vllm" else layout
-    headed = replace(model, head=attach_head(model, written(tmp_path / "medusa", config, tensors, file)))
+    headed = replace(model, head=attach_head(model, write_folder(tmp_path / "medusa", config, tensors, file)))
     lm_head = model.decoder.lm_head.weight
 
     def expected(states: Tensor, tokens: list[int]) -> list[int]:
@@ -187,8 +190,8 @@ def test_medusa_drafts_as_published(own_lm_heads: bool, layout: str, tmp_path: P
             found.append(int(((own.double() if own_lm_heads else lm_head) @ y).argmax()))
         return found
 
-    assert drafts_at_every_length(headed, "medusa", expected) >= 0.99
-    check_text(model, headed, drafter="medusa", depth=3)
+    assert share_of_equal_drafts(headed, "medusa", expected) >= 0.99
+    assert_same_text(model, headed, drafter="medusa", depth=3)
 
 
 @pytest.mark.parametrize(("changes", "more", "said"), [
@@ -202,33 +205,37 @@ def test_medusa_drafts_as_published(own_lm_heads: bool, layout: str, tmp_path: P
     ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, {}, "rope scaling type 'spiral'"),
     ({"vocab_size": 7}, {}, "its vocab_size is 7, the model's is 131"),
 ])  # fmt: skip
-def test_what_is_not_run_is_named(changes: dict[str, Any], more: dict[str, Tensor], said: str, tmp_path: Path) -> None:
+def test_unsupported_heads_are_refused_by_name(
+    changes: dict[str, Any], more: dict[str, Tensor], said: str, tmp_path: Path
+) -> None:
     config, tensors = eagle_files(trunk())
-    path = written(tmp_path / "head", {**config, **changes}, {**tensors, **more}, "model.safetensors")
+    path = write_folder(tmp_path / "head", {**config, **changes}, {**tensors, **more}, "model.safetensors")
     with pytest.raises(ModelError, match=said):
         attach_head(trunk(), path)
 
 
-class Harm:
+class MaliciousObject:
     def __reduce__(self) -> tuple[Any, ...]:
         return (print, ("this must not run",))
 
 
 @pytest.mark.parametrize(("content", "said"), [
-    ({"fc.weight": Harm()}, "it names __builtin__.print"),
+    ({"fc.weight": MaliciousObject()}, "it names __builtin__.print"),
     ({"fc.weight": torch.ones(4, 6).T}, "do not follow each other"),
     ({"fc.weight": 3}, "something other than tensors"),
     ([torch.ones(2)], "something other than tensors"),
     ({"fc.weight": torch.ones(2).to_sparse()}, "which no tensor needs"),
 ])  # fmt: skip
-def test_pickles_run_no_code(content: Any, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pickles_do_not_execute_code(
+    content: Any, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     torch.save(content, tmp_path / "pytorch_model.bin")
     with pytest.raises(ModelError, match=said):
         read_pickle(tmp_path / "pytorch_model.bin")
     assert capsys.readouterr().out == ""
 
 
-def test_damaged_pickles_are_named(tmp_path: Path) -> None:
+def test_damaged_pickles_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "pytorch_model.bin"
     torch.save({"a": torch.arange(100.0), "b": torch.nn.Parameter(torch.ones(3, 2, dtype=torch.bfloat16))}, path)
     found = read_pickle(path)
@@ -262,7 +269,7 @@ def test_compressed_storages_are_refused(tmp_path: Path) -> None:
 
 def test_inspect_reads_heads_in_pickles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = trunk()
-    path = written(tmp_path / "head", *eagle_files(model), "pytorch_model.bin")
+    path = write_folder(tmp_path / "head", *eagle_files(model), "pytorch_model.bin")
     assert main(["inspect", str(path), "--target", str(model.checkpoint.path)]) == 0
     assert "EAGLE: ALIVE" in capsys.readouterr().out
     assert main(["inspect", str(model.checkpoint.path), "--head", str(path)]) == 0

@@ -1,4 +1,4 @@
-"""Medusa heads: the paper's formula, and how deep they go. That they leave the text alone: contract/test_exact.py."""
+"""Medusa heads: the paper's formula and their depth. contract/test_exact.py checks that they keep the text."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from headstart.errors import UsageError
 from headstart.train.objective import unroll
 
 
-def test_the_formula() -> None:
+def test_modules_match_the_formula() -> None:
     model = support.tiny_model("llama")
     head = support.make_medusa(model, 3)
     hidden = torch.randn(2, 5, model.config.hidden_size, dtype=torch.float64)
@@ -24,7 +24,7 @@ def test_the_formula() -> None:
         torch.testing.assert_close(y, hidden + torch.nn.functional.silu(hidden @ w.T + b))
 
 
-def test_as_many_drafts_as_heads() -> None:
+def test_depth_is_the_number_of_heads() -> None:
     model = support.tiny_model("llama")
     model = replace(model, head=support.make_medusa(model, 2))
     config = EngineConfig(backend="reference", dtype="float64", threads=1, max_model_len=64, depth=2)

@@ -1,4 +1,4 @@
-"""MTP heads in headstart's own directories."""
+"""MTP heads in headstart's own layout."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,8 +9,8 @@ from headstart.engine.load import fit_head
 from headstart.heads.files import read_head
 
 
-def test_own_lm_heads_of_a_directory(tmp_path: Path) -> None:
-    """Rows and columns of such an LM head were swapped."""
+def test_own_lm_head_is_read_with_the_right_shape(tmp_path: Path) -> None:
+    """Regression: rows and columns of an own LM head were swapped."""
     model = tiny_model("llama")
     config = model.config
     spec = replace(PLAIN_SPEC, layer=config.head_layer, own_lm_head=config.vocab_size)

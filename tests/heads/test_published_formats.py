@@ -1,4 +1,4 @@
-"""Every published form of a drafter is told by one place, which inspect, launch, export and train ask."""
+"""Classification of published drafters, which inspect, launch, export and train share."""
 
 import json
 from pathlib import Path
@@ -61,12 +61,12 @@ FORMS: list[tuple[str, str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("kind", "method", "config"), FORMS)
-def test_published_forms(kind: str, method: str, config: dict[str, Any]) -> None:
+def test_published_forms_are_classified(kind: str, method: str, config: dict[str, Any]) -> None:
     found = classify(config)
     assert (found.kind, found.method) == (kind, method) and found.separate == (kind not in OTHERS)
 
 
-def test_every_kind_has_a_form_here() -> None:
+def test_every_kind_is_tested() -> None:
     assert {kind for kind, _, _ in FORMS} == {*(each.key for each in published_formats()), *OTHERS}
 
 
@@ -77,11 +77,11 @@ def test_every_kind_has_a_form_here() -> None:
     (["0.0.linear.weight"], "medusa"),
     (["model.layers.0.mlp.up_proj.weight"], "draft_model"),
 ])  # fmt: skip
-def test_tensors_decide_where_the_config_says_nothing(names: list[str], kind: str) -> None:
+def test_ambiguous_configs_are_classified_by_tensors(names: list[str], kind: str) -> None:
     assert classify({**LLAMA, "num_hidden_layers": 1}, names).kind == kind
 
 
-def test_what_launchers_ask_for() -> None:
+def test_facts_for_launchers() -> None:
     eagle = classify({**ONE_LAYER, "draft_vocab_size": 32000})
     assert eagle.reduced_vocabulary and eagle.max_drafts is None
     assert not classify({**ONE_LAYER, "draft_vocab_size": 128256}).reduced_vocabulary
@@ -90,9 +90,9 @@ def test_what_launchers_ask_for() -> None:
     assert classify(spark).max_drafts == 7 and classify({**spark, "sample_from_anchor": False}).max_drafts == 6
 
 
-def test_directories(tmp_path: Path) -> None:
+def test_folders_are_classified(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(ONE_LAYER))
-    assert classify_path(tmp_path).kind == "eagle"  # pickles beside it are not opened
+    assert classify_path(tmp_path).kind == "eagle"  # pickle files are not opened
     save(tmp_path / "model.safetensors", {"model.layers.0.mlp.up_proj.weight": np.zeros((4, 4), np.float32)})
     assert classify_path(tmp_path).kind == "draft_model"
     save(tmp_path / "model.safetensors", {"d2t": np.zeros(4, np.int64)})
@@ -110,7 +110,7 @@ def test_directories(tmp_path: Path) -> None:
     ({"general.architecture": "qwen35", "qwen35.nextn_predict_layers": 1}, "mtp", "mtp"),
     ({"general.architecture": "llama"}, "draft_model", "draft_model"),
 ])  # fmt: skip
-def test_gguf_files(tmp_path: Path, metadata: dict[str, Any], kind: str, method: str) -> None:
+def test_gguf_files_are_classified(tmp_path: Path, metadata: dict[str, Any], kind: str, method: str) -> None:
     path = tmp_path / "drafter.gguf"
     writer = gguf.GGUFWriter(path, metadata["general.architecture"])
     for key, value in metadata.items():

@@ -1,4 +1,4 @@
-"""A head that looks back only so far: it drafts the same from the latest positions as from all of them."""
+"""Heads with a limited attention window draft the same from the latest positions as from all positions."""
 
 from dataclasses import replace
 
@@ -22,8 +22,8 @@ def model(request: pytest.FixtureRequest) -> Model:
     return replace(found, head=replace(found.head, modules=limit_window(found.head.modules, WINDOW)))
 
 
-def begun(engine: Engine, tokens: list[int]) -> Sequence:
-    """All but the last token computed, but for what the cache has."""
+def prefilled(engine: Engine, tokens: list[int]) -> Sequence:
+    """A sequence with all but the last token computed, starting from the cached prefix."""
     sequence = Sequence(support.request(tokens), 0, tokens, 0)
     cached = engine.memory.attach_prefix(sequence)
     assert engine.memory.reserve(sequence, len(tokens) + 8)
@@ -34,8 +34,8 @@ def begun(engine: Engine, tokens: list[int]) -> Sequence:
     return sequence
 
 
-def drafted(engine: Engine, sequence: Sequence) -> tuple[int, list[int]]:
-    """Positions that the drafter had to make up for, and its draft."""
+def draft(engine: Engine, sequence: Sequence) -> tuple[int, list[int]]:
+    """Number of positions that the drafter had to compute first, and its draft."""
     drafter = engine.drafting.drafter
     num_uncached = drafter.num_uncached(sequence)
     drafter.propose([DraftRequest(sequence, 3)])
@@ -43,34 +43,36 @@ def drafted(engine: Engine, sequence: Sequence) -> tuple[int, list[int]]:
 
 
 @pytest.mark.slow
-def test_drafts_are_those_of_a_head_that_made_up_for_all(model: Model) -> None:
+def test_drafts_equal_those_of_a_fully_filled_head(model: Model) -> None:
     engine, text = support.make(model, depth=3), support.prompt_of(LENGTH, 3)
     reach = engine.runner.networks[0].receptive_field
     assert WINDOW <= reach < LENGTH // 2
-    grown = begun(engine, text[:20])
-    expected = drafted(engine, grown)[1]
-    for length in range(21, LENGTH + 1):  # a token at a time: nothing is left out
-        grown.tokens.append(text[length - 1])
-        engine.memory.reserve(grown, length + 8)
-        engine.runner.run(engine.runner.trunk, "forward", [Rows(grown, length - 2, text[length - 2 : length - 1], 1)])
-        num_uncached, expected = drafted(engine, grown)
+    incremental = prefilled(engine, text[:20])
+    expected = draft(engine, incremental)[1]
+    for length in range(21, LENGTH + 1):  # a token at a time, so the head fills every position
+        incremental.tokens.append(text[length - 1])
+        engine.memory.reserve(incremental, length + 8)
+        engine.runner.run(
+            engine.runner.trunk, "forward", [Rows(incremental, length - 2, text[length - 2 : length - 1], 1)]
+        )
+        num_uncached, expected = draft(engine, incremental)
         assert num_uncached <= 1
-    engine.memory.release(grown)
-    num_uncached, found = drafted(engine, begun(engine, text))
+    engine.memory.release(incremental)
+    num_uncached, found = draft(engine, prefilled(engine, text))
     assert found == expected and reach - 2 <= num_uncached <= reach + engine.memory.block_size
 
 
-def test_a_shorter_text_does_not_read_what_a_longer_one_left_out(model: Model) -> None:
+def test_shorter_text_does_not_read_unfilled_positions(model: Model) -> None:
     engine, other, text = support.make(model, depth=3), support.make(model, depth=3), support.prompt_of(LENGTH, 4)
-    whole = begun(engine, text)
-    drafted(engine, whole)
+    whole = prefilled(engine, text)
+    draft(engine, whole)
     engine.memory.release(whole)
-    part = begun(engine, text[:41])
+    part = prefilled(engine, text[:41])
     assert part.filled[engine.runner.networks[0].index] == 0
-    assert drafted(engine, part)[1] == drafted(other, begun(other, text[:41]))[1]
+    assert draft(engine, part)[1] == draft(other, prefilled(other, text[:41]))[1]
 
 
-def test_what_has_a_window_or_no_keys_stays() -> None:
+def test_modules_with_a_window_or_without_keys_are_unchanged() -> None:
     (module,) = limit_window(support.headed_model("mimo").head.modules)
     assert module.block.mixer.config.spec.window == WINDOW_LIMIT
     assert isinstance(module.block.mixer, Attention) and limit_window([module]) == [module]

@@ -1,7 +1,6 @@
-"""llama.cpp's files of block drafters (architecture dflash): the heads of the safetensors they are made from, and the
-same drafts.
+"""Block drafters in llama.cpp's GGUF files (architecture dflash): same head and same drafts as their safetensors.
 
-The files here are written as llama.cpp's converter writes them, and read by its names (src/models/dflash.cpp)."""
+The files are written as llama.cpp's converter writes them and read by its names (src/models/dflash.cpp)."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import support
 from gguf_files import add_vocabulary, written as finished
-from test_published import PUBLISHED, H, published, trunk_of
+from test_published import PUBLISHED, H, trunk_of, write_published
 
 from headstart.engine.load import attach_head
 from headstart.errors import ModelError
@@ -49,11 +48,11 @@ def gguf_name(name: str) -> str:
     return f"{made}.{suffix}" if suffix else made
 
 
-def converted(path: Path, directory: Path, **changes: Any) -> Path:
-    """The GGUF file of a published directory, as llama.cpp's converter writes it."""
-    head, told = read_head(directory), read_object(directory / "config.json")
-    inner = told.get("transformer_layer_config") or told
-    flash = {**told, **told.get("dflash_config", {})}
+def convert_to_gguf(path: Path, directory: Path, **changes: Any) -> Path:
+    """The GGUF file of a published folder, as llama.cpp's converter writes it."""
+    head, config = read_head(directory), read_object(directory / "config.json")
+    inner = config.get("transformer_layer_config") or config
+    flash = {**config, **config.get("dflash_config", {})}
     writer = gguf.GGUFWriter(path, "dflash")
     for key, value in {
         "embedding_length": H, "block_count": inner["num_hidden_layers"], "context_length": 512,
@@ -90,13 +89,13 @@ def converted(path: Path, directory: Path, **changes: Any) -> Path:
 
 
 @pytest.mark.parametrize("name", FORMS)
-def test_a_gguf_file_is_the_head_of_its_safetensors(tmp_path: Path, name: str) -> None:
+def test_gguf_head_equals_its_safetensors(tmp_path: Path, name: str) -> None:
     changes: dict[str, Any] = {}
-    if name == "z-lab, DFlash2":  # llama.cpp has no scale of the embeddings
+    if name == "z-lab, DFlash2":  # llama.cpp does not scale embeddings
         flash = {**PUBLISHED[name].config["dflash_config"], "input_embedding_scale": 1.0}
         changes = {"dflash_config": flash}
-    directory = published(tmp_path / "a", PUBLISHED[name], **changes)
-    file = converted(tmp_path / "drafter.gguf", directory)
+    directory = write_published(tmp_path / "a", PUBLISHED[name], **changes)
+    file = convert_to_gguf(tmp_path / "drafter.gguf", directory)
     theirs, ours = read_head(directory), read_head(file)
     assert (ours.spec.block, ours.spec.tap, ours.vocab_size) == (theirs.spec.block, theirs.spec.tap, theirs.vocab_size)
     assert ours.spec.layer and theirs.spec.layer
@@ -116,9 +115,9 @@ def test_a_gguf_file_is_the_head_of_its_safetensors(tmp_path: Path, name: str) -
     assert classify_path(file).method == method.get(names[0], "dflash")
 
 
-def test_the_drafts_are_those_of_the_safetensors(tmp_path: Path) -> None:
-    directory = published(tmp_path / "a", PUBLISHED["DeepSpec"])
-    file, found = converted(tmp_path / "drafter.gguf", directory), []
+def test_gguf_head_drafts_like_its_safetensors(tmp_path: Path) -> None:
+    directory = write_published(tmp_path / "a", PUBLISHED["DeepSpec"])
+    file, found = convert_to_gguf(tmp_path / "drafter.gguf", directory), []
     for path in (directory, file):
         model = trunk_of()
         engine = support.make(replace(model, head=attach_head(model, path)), depth=4, dtype="float64")
@@ -133,7 +132,7 @@ def test_the_drafts_are_those_of_the_safetensors(tmp_path: Path) -> None:
     ({"block_size": 1}, "block_size is 1"),
     ({"embedding_length": H + 1}, "asks for"),
 ])  # fmt: skip
-def test_files_that_are_refused(tmp_path: Path, changes: dict[str, int], message: str) -> None:
-    file = converted(tmp_path / "drafter.gguf", published(tmp_path / "a", PUBLISHED["z-lab"]), **changes)
+def test_unsupported_gguf_files_are_refused(tmp_path: Path, changes: dict[str, int], message: str) -> None:
+    file = convert_to_gguf(tmp_path / "drafter.gguf", write_published(tmp_path / "a", PUBLISHED["z-lab"]), **changes)
     with pytest.raises(ModelError, match=message):
         read_head(file)

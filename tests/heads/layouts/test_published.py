@@ -1,4 +1,4 @@
-"""Block drafters as five projects publish them: read, run on a trunk, and written back tensor by tensor."""
+"""Block drafters as five projects publish them: read, run on a trunk, and written back with equal tensors."""
 
 import json
 from collections.abc import Callable
@@ -69,8 +69,8 @@ OWN = {"embed_tokens.weight": (V, H), "lm_head.weight": (V, H)}
 
 @dataclass(frozen=True)
 class Published:
-    """config.json, tensors beside NAMES, what it says, and the layout that it is written back in, if one has its place.
-    `same`: keys that come back as they were."""
+    """A published form: config.json, tensors besides NAMES, the facts read, and the writer of its layout or None.
+    Config keys in `same` are written back unchanged."""
 
     config: dict[str, Any]
     facts: BlockSpec
@@ -154,20 +154,20 @@ PUBLISHED: dict[str, Published] = {
 }  # fmt: skip
 
 
-def published(path: Path, each: Published, **changes: Any) -> Path:
-    """Its directory, of random tensors."""
+def write_published(path: Path, each: Published, **changes: Any) -> Path:
+    """The folder of a published form, with random tensors."""
     arrays: dict[str, Any] = dict(random_arrays({**NAMES, **each.tensors}, seed=3))
     if each.ids is not None:
         mask = np.zeros(V, np.bool_)
         mask[each.ids] = True
         arrays |= {"d2t": each.ids - np.arange(len(each.ids)), "t2d": mask}
-    return written(path, {**each.config, **changes}, arrays)
+    return write_folder(path, {**each.config, **changes}, arrays)
 
 
 trunk_of = partial(support.tiny_model, "llama", num_hidden_layers=TRUNK)
 
 
-def written(path: Path, config: dict[str, Any], arrays: dict[str, Any]) -> Path:
+def write_folder(path: Path, config: dict[str, Any], arrays: dict[str, Any]) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     save(path / "model.safetensors", arrays)
     (path / "config.json").write_text(json.dumps(config))
@@ -175,9 +175,9 @@ def written(path: Path, config: dict[str, Any], arrays: dict[str, Any]) -> Path:
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_read_and_written_back_tensor_by_tensor(tmp_path: Path, name: str) -> None:
+def test_published_forms_round_trip(tmp_path: Path, name: str) -> None:
     each = PUBLISHED[name]
-    path = published(tmp_path / "a", each)
+    path = write_published(tmp_path / "a", each)
     assert is_head(path)
     head = read_head(path)
     assert (head.spec.kind, head.spec.block, head.spec.tap) == ("block", each.facts, (2, 4, 6))
@@ -187,35 +187,35 @@ def test_read_and_written_back_tensor_by_tensor(tmp_path: Path, name: str) -> No
     if each.write is None:
         return
     document, arrays = each.write(head, {name: tensor.float32() for name, tensor in head.tensors.items()})
-    assert read_head(written(tmp_path / "b", document, arrays)).spec == head.spec
+    assert read_head(write_folder(tmp_path / "b", document, arrays)).spec == head.spec
     before, after = read_file(path / "model.safetensors"), read_file(tmp_path / "b" / "model.safetensors")
     assert before.keys() == after.keys() and all((before[name].data == after[name].data).all() for name in before)
     assert {key: document[key] for key in each.same} == {key: each.config[key] for key in each.same}
 
 
-def test_layer_ids_of_speculators_are_one_higher(tmp_path: Path) -> None:
-    """The same numbers mean other streams; a converter that forgets it is caught by `inspect --deep`."""
+def test_layer_ids_of_speculators_are_offset_by_one(tmp_path: Path) -> None:
+    """Equal ids mean other hidden states in the two layouts; `inspect --deep` detects a converter that ignores this."""
     flash, other = PUBLISHED["z-lab"], PUBLISHED["speculators, windows"]
     ids = {"aux_hidden_state_layer_ids": [1, 3, 5]}
-    assert read_head(published(tmp_path / "a", flash)).spec.tap == (2, 4, 6)
-    assert read_head(published(tmp_path / "b", other, **ids)).spec.tap == (1, 3, 5)
+    assert read_head(write_published(tmp_path / "a", flash)).spec.tap == (2, 4, 6)
+    assert read_head(write_published(tmp_path / "b", other, **ids)).spec.tap == (1, 3, 5)
 
 
-def test_other_spellings(tmp_path: Path) -> None:
-    """Tensor names that vLLM and transformers take, and layer ids where none are named."""
+def test_alternative_tensor_names_and_default_layer_ids(tmp_path: Path) -> None:
+    """Tensor names of vLLM and transformers; configs without layer ids."""
     each, arrays = PUBLISHED["z-lab"], random_arrays(NAMES, seed=3)
-    spelt = {
+    renamed = {
         "model." + name.replace("fc.", "encoder.fc.").replace("layers.0.", "midlayer."): array
         for name, array in arrays.items() if name != "hidden_norm.weight"
     }  # fmt: skip
-    spelt["encoder.output_norm_enc.weight"] = arrays["hidden_norm.weight"]
-    spelt["verifier_norm.weight"] = arrays["norm.weight"]
-    assert read_head(written(tmp_path / "a", each.config, spelt)).tensors["fuse.weight"].shape == (H, 3 * H)
+    renamed["encoder.output_norm_enc.weight"] = arrays["hidden_norm.weight"]
+    renamed["verifier_norm.weight"] = arrays["norm.weight"]
+    assert read_head(write_folder(tmp_path / "a", each.config, renamed)).tensors["fuse.weight"].shape == (H, 3 * H)
     config = {**each.config, "dflash_config": {"mask_token_id": 7}, "num_target_layers": 10}
     two = {**arrays, "fc.weight": np.ascontiguousarray(arrays["fc.weight"][:, : 2 * H])}
-    assert read_head(written(tmp_path / "b", config, two)).spec.tap == (2, 8)
-    muse = {**INNER, **SWA, **FLASH, "model_type": "muse_glimmer_assistant", "block_size": 5}
-    assert read_head(written(tmp_path / "c", muse, spelt)).spec.block == replace(PLAIN, windows=(12, 0))
+    assert read_head(write_folder(tmp_path / "b", config, two)).spec.tap == (2, 8)
+    assistant = {**INNER, **SWA, **FLASH, "model_type": "muse_glimmer_assistant", "block_size": 5}
+    assert read_head(write_folder(tmp_path / "c", assistant, renamed)).spec.block == replace(PLAIN, windows=(12, 0))
 
 
 WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -245,10 +245,10 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_configs(tmp_path: Path, name: str) -> None:
+def test_invalid_configs_are_refused(tmp_path: Path, name: str) -> None:
     publisher, changes, message = WRONG[name]
     with pytest.raises(ModelError, match=message):
-        read_head(published(tmp_path, PUBLISHED[publisher], **changes))
+        read_head(write_published(tmp_path, PUBLISHED[publisher], **changes))
 
 
 @pytest.mark.parametrize(("changes", "message"), [
@@ -258,33 +258,35 @@ def test_wrong_configs(tmp_path: Path, name: str) -> None:
     ({"layers.0.self_attn.g_proj.weight": np.ones((H, H), np.float32)}, "holds layers.0.self_attn.g_proj.weight"),
     ({"d2t": np.full(DRAFT, V), "t2d": np.ones(V, np.bool_)}, "d2t does not give ascending ids below"),
 ])  # fmt: skip
-def test_wrong_tensors(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_invalid_tensors_are_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     arrays = {**random_arrays(NAMES, seed=3), **changes}
-    path = written(tmp_path, PUBLISHED["z-lab"].config, {n: each for n, each in arrays.items() if each is not None})
+    path = write_folder(
+        tmp_path, PUBLISHED["z-lab"].config, {n: each for n, each in arrays.items() if each is not None}
+    )
     with pytest.raises(ModelError, match=message):
         read_head(path)
 
 
-def test_drafters_of_another_trunk(tmp_path: Path) -> None:
-    """The number that differs is named."""
-    for sizes, said in (
+def test_drafters_of_another_trunk_are_refused(tmp_path: Path) -> None:
+    """The message names the size that differs."""
+    for sizes, message in (
         ({"num_hidden_layers": 9}, "num_layers is 8, the model's is 9"),
         ({"hidden_size": 64}, "hidden_size is 48, the model's is 64"),
         ({"vocab_size": 100}, "vocab_size is 131, the model's is 100"),
     ):
-        with pytest.raises(ModelError, match=f"its {said}"):
-            attach_head(trunk_of(**sizes), published(tmp_path, PUBLISHED["z-lab"]))
-    far = {"dflash_config": FLASH | {"target_layer_ids": [1, 3, 7]}}
+        with pytest.raises(ModelError, match=f"its {message}"):
+            attach_head(trunk_of(**sizes), write_published(tmp_path, PUBLISHED["z-lab"]))
+    too_deep = {"dflash_config": FLASH | {"target_layer_ids": [1, 3, 7]}}
     with pytest.raises(ModelError, match=r"taps the streams before the layers \[2, 4, 8\]"):
-        attach_head(trunk_of(), published(tmp_path / "far", PUBLISHED["z-lab"], **far))
+        attach_head(trunk_of(), write_published(tmp_path / "far", PUBLISHED["z-lab"], **too_deep))
 
 
-def test_what_no_layout_holds(tmp_path: Path) -> None:
-    head = read_head(published(tmp_path, PUBLISHED["DeepSpec"]))
-    for write, changes, said in (
+def test_writers_refuse_facts_without_a_place(tmp_path: Path) -> None:
+    head = read_head(write_published(tmp_path, PUBLISHED["DeepSpec"]))
+    for write, changes, message in (
         (as_dflash, {}, "DFlash has no Markov"),
         (as_dspark, {"tap_norms": True}, "its taps are normed one by one"),
         (as_speculators, {"interleaved": True}, "no place for an interleaved RoPE"),
     ):
-        with pytest.raises(ModelError, match=said):
+        with pytest.raises(ModelError, match=message):
             write(replace(head, spec=replace(head.spec, block=replace(head.spec.block, **changes))), {})
