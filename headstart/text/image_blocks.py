@@ -42,13 +42,11 @@ class BlockFormat:
         """The rows of a block: numbers of tokens row by row, and beyond them of the learned rows."""
         rows, columns = grid
         first = rows * columns
-        lines = np.full((rows + (rows % 2 if self.paired else 0), columns + 1), first + PAD, np.int32)
+        num_below, num_behind = self._padding(rows, columns)
+        lines = np.full((rows + num_below, columns + 1), first + PAD, np.int32)
         lines[:rows, :columns] = np.arange(first).reshape(grid)
         lines[:rows, columns] = first + NEWLINE
-        inside, num_behind = lines.reshape(-1), 0
-        if self.paired:
-            inside = lines.reshape(-1, 2, columns + 1).swapaxes(1, 2).reshape(-1)
-            num_behind = -len(inside) % ALIGNED
+        inside = lines.reshape(-1, 2 if self.paired else 1, columns + 1).swapaxes(1, 2).reshape(-1)
         before, behind = ([first + PAD] * count for count in (self.num_leading, num_behind))
         return np.array([*before, first + START, *inside, *behind, first + END], np.int32)
 
@@ -71,8 +69,17 @@ class BlockFormat:
             budget -= 1
         return sizes
 
+    def _padding(self, rows: int, columns: int) -> tuple[int, int]:
+        """Lines of pads below the tokens, and pads behind the last line."""
+        if not self.paired:
+            return 0, 0
+        num_below = rows % 2
+        return num_below, -(rows + num_below) * (columns + 1) % ALIGNED
+
     def _num_rows(self, columns: int, rows: int) -> int:
-        return len(self.order((rows, columns))) - self.num_leading
+        """Rows of a block of so many tokens, without the pads in front."""
+        num_below, num_behind = self._padding(rows, columns)
+        return (rows + num_below) * (columns + 1) + num_behind + 2
 
     def _largest(self, width: int, height: int, budget: int, patch: int, merge: int) -> tuple[int, int]:
         """Width and height of an image of `budget` positions: columns c and rows r of tokens with r (c + 1) + 2 of them

@@ -186,13 +186,10 @@ class ImageProcessor:
         values = np.asarray(resized, np.float32) / np.float32(255)
         mean, std = (np.asarray(each, np.float32) for each in (spec.mean, spec.std))
         grid, patch_grid = ((-(-resized.height // side), -(-resized.width // side)) for side in (unit, spec.patch_size))
-        # NaN marks pixels beyond the image: the last tokens may have fewer patches.
-        missing = [(0, count * unit - size) for count, size in zip(grid, values.shape, strict=False)]
-        values = np.pad(((values - mean) / std).astype(np.float32), (*missing, (0, 0)), constant_values=np.nan)
-        patches = to_patches(values, spec.patch_size, spec.merge)
+        patches = to_patches(((values - mean) / std).astype(np.float32), spec.patch_size, spec.merge)
         digest = hashlib.sha256(f"{spec}".encode() + digest).digest()
         order = spec.block.order(grid) if spec.block else None
-        return ImageInput(patches[~np.isnan(patches[:, 0])], grid, digest, patch_grid, order)
+        return ImageInput(patches, grid, digest, patch_grid, order)
 
     def expand(
         self, prompt_ids: Sequence[int], images: Sequence[PreparedImage]
@@ -265,8 +262,12 @@ class ImageProcessor:
 def to_patches(pixels: Float32, side: int, merge: int) -> Float32:
     """Pixels [height, width, channels] -> patches [P, channels * side * side]: squares of merge * merge patches row by
     row, and in a square its patches row by row; in a patch, channel by channel, as a convolution's weight [out,
-    channels, side, side] has them."""
+    channels, side, side] has them. Squares at the lower and right edge lack the patches beyond the pixels."""
     height, width, channels = pixels.shape
     unit = side * merge
-    cut = pixels.reshape(height // unit, merge, side, width // unit, merge, side, channels)
-    return np.ascontiguousarray(cut.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, channels * side * side))
+    rows, columns = -(-height // unit), -(-width // unit)
+    padded = np.pad(pixels, ((0, rows * unit - height), (0, columns * unit - width), (0, 0)))
+    squares = padded.reshape(rows, merge, side, columns, merge, side, channels).transpose(0, 3, 1, 4, 6, 2, 5)
+    tops, lefts = (np.arange(0, count * unit, side) for count in (rows, columns))
+    is_inside = np.logical_and.outer(tops < height, lefts < width).reshape(rows, merge, columns, merge).swapaxes(1, 2)
+    return np.ascontiguousarray(squares[is_inside].reshape(-1, channels * side * side))

@@ -27,11 +27,6 @@ from headstart.kernels.cuda.sampling import CudaSampler, DeviceSamplingRows, is_
 from headstart.kernels.draft_loop import MAX_LOGIT, DraftedTokens, GateRule, VerifyInputs
 
 MAX_VERIFIED = 32  # drafted tokens of a sequence plus one, at most
-FIRST_ROW, NUM_DRAFTED, FIXED_ACCEPTED, FIRST_SAMPLE, BASE_POSITION, DEPTH, KNOWN_ROWS, ROPE_SHIFT = range(8)
-"""Rows of `controls` [8, S], per sequence: its first row in the first pass; drafted tokens to verify (-1: none); a
-fixed number of accepted tokens (-1: none fixed); index of its first sample; position of its first new token if nothing
-is accepted; tokens to draft; rows of the first pass before the verified ones; rotary positions of new tokens less their
-positions."""
 MAX_GRAPHS = 32  # recorded graphs per draft loop; the oldest is dropped
 Drafts = list[tuple[list[int], list[float]]]
 
@@ -66,7 +61,7 @@ class DraftInputs:
 
     plan: StepPlan  # of the first pass
     step: StepPlan  # of later steps, with one row per sequence
-    controls: Int32  # [8, S]
+    controls: Int32  # [kernels.NUM_CONTROLS, S]
     drafted: Int32  # [S, MAX_VERIFIED] drafted tokens to verify
     logit_rows: NDArray[np.int64]  # [D, S] with is_block: the row of the first pass's logits for each step
     rows: SamplingRows
@@ -121,7 +116,7 @@ class DraftGraph:
         self._plan.clear()
         self._step.clear()
         self._controls.zero_()
-        self._controls[NUM_DRAFTED].fill_(-1)
+        self._controls[kernels.NUM_DRAFTED.value].fill_(-1)
         self.version = version
         self._recording = self.recorder.device.record(self._work)
 
@@ -295,15 +290,16 @@ def _inputs(
     """Inputs of a call, padded to a bucket of sequences, and the number of tokens of the longest draft."""
     num, longest = len(depths), max(depths)
     count, starts = bucket_of(num), np.arange(num + 1, dtype=np.int32)
-    controls, drafted = np.zeros((8, count), np.int32), np.zeros((count, MAX_VERIFIED), np.int32)
-    controls[NUM_DRAFTED] = controls[FIXED_ACCEPTED] = -1
-    controls[FIRST_ROW, :num], controls[DEPTH, :num] = plan.row_starts[:-1], depths
-    controls[BASE_POSITION, :num] = rows.position
+    controls, drafted = np.zeros((kernels.NUM_CONTROLS, count), np.int32), np.zeros((count, MAX_VERIFIED), np.int32)
+    controls[kernels.NUM_DRAFTED] = controls[kernels.FIXED_ACCEPTED] = -1
+    controls[kernels.FIRST_ROW, :num], controls[kernels.DEPTH, :num] = plan.row_starts[:-1], depths
+    controls[kernels.BASE_POSITION, :num] = rows.position
     if verify_inputs is not None:
-        controls[FIRST_SAMPLE, :num], controls[KNOWN_ROWS, :num] = verify_inputs.starts, verify_inputs.known
-        controls[FIXED_ACCEPTED, :num] = [-1 if fixed is None else fixed for fixed in verify_inputs.accepted]
+        controls[kernels.FIRST_SAMPLE, :num] = verify_inputs.starts
+        controls[kernels.KNOWN_ROWS, :num] = verify_inputs.known
+        controls[kernels.FIXED_ACCEPTED, :num] = [-1 if fixed is None else fixed for fixed in verify_inputs.accepted]
         for i, draft in enumerate(verify_inputs.drafted):
-            controls[NUM_DRAFTED, i], drafted[i, : len(draft)] = len(draft), draft
+            controls[kernels.NUM_DRAFTED, i], drafted[i, : len(draft)] = len(draft), draft
     firsts = np.fromiter(accumulate(depths, initial=0), np.int64)[:-1]
     logit_rows = np.zeros((longest, count), np.int64)
     for depth in range(longest):
@@ -311,7 +307,7 @@ def _inputs(
     rope_positions = None
     if plan.rope_positions is not None:
         last = plan.row_starts[1:] - 1
-        controls[ROPE_SHIFT, :num] = plan.rope_positions[last].max(1) - plan.positions[last]
+        controls[kernels.ROPE_SHIFT, :num] = plan.rope_positions[last].max(1) - plan.positions[last]
         rope_positions = np.zeros((num, plan.rope_positions.shape[1]), np.int32)
     step = StepPlan(
         token_ids=np.zeros(num, np.int32), positions=np.full(num, plan.first_position, np.int32),

@@ -103,18 +103,18 @@ def test_the_device_waits_for_the_host_once_a_step(monkeypatch: pytest.MonkeyPat
 def test_what_is_judged_on_the_device(cuda: Any) -> None:
     """Prefixes that match, rows that drop out, a draw that failed, and a sequence that is not judged."""
     from headstart.kernels.cuda import draft_loop
-    from headstart.kernels.cuda.kernels.sampling import verify
+    from headstart.kernels.cuda.kernels import sampling
 
     drafted = [[4, 5, 6], [4, 5, 6], [7], [9, 9]]
     draws = [4, 5, 8, 0, 4, 5, 6, 3, -1, 0, 9, 1, 1]
     told, padded = np.zeros((7, 5), np.int32), np.zeros((5, draft_loop.MAX_VERIFIED), np.int32)
-    told[draft_loop.NUM_DRAFTED], told[draft_loop.FIXED_ACCEPTED] = [3, 3, 1, 2, -1], [-1, -1, -1, 2, -1]
-    told[draft_loop.FIRST_SAMPLE], told[draft_loop.FIRST_ROW], told[draft_loop.KNOWN_ROWS] = (
+    told[sampling.NUM_DRAFTED], told[sampling.FIXED_ACCEPTED] = [3, 3, 1, 2, -1], [-1, -1, -1, 2, -1]
+    told[sampling.FIRST_SAMPLE], told[sampling.FIRST_ROW], told[sampling.KNOWN_ROWS] = (
         [0, 4, 8, 10, 0],
         [0, 5, 9, 11, 14],
         [1, 0, 0, 0, 0],
     )
-    told[draft_loop.BASE_POSITION] = [20, 30, 40, 50, 60]
+    told[sampling.BASE_POSITION] = [20, 30, 40, 50, 60]
     for i, draft in enumerate(drafted):
         padded[i, : len(draft)] = draft
     put: Any = lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(cuda.torch_device)  # noqa: E731
@@ -122,8 +122,10 @@ def test_what_is_judged_on_the_device(cuda: Any) -> None:
         put(each.astype(np.int32)) for each in (np.full(15, 99), np.arange(15), np.arange(15))
     )
     rows, ints, taken_ = put(np.full(5, 77, np.int32)), put(np.zeros((4, 5), np.int64)), put(np.full(5, -7, np.int32))
-    verify[(5,)](put(told), put(padded), put(np.array(draws, np.int64)), tokens, slots, visible_end, rows, ints, taken_,
-                5, MAX_VERIFIED=draft_loop.MAX_VERIFIED)  # fmt: skip
+    sampling.verify[(5,)](
+        put(told), put(padded), put(np.array(draws, np.int64)), tokens, slots, visible_end, rows, ints, taken_, 5,
+        MAX_VERIFIED=draft_loop.MAX_VERIFIED,
+    )  # fmt: skip
     assert taken_.tolist() == [2, 3, 0, 2, 0] and ints[1].tolist() == [22, 33, 40, 52, 60]
     assert tokens.tolist() == [99, 4, 5, 8, 99, 4, 5, 6, 3, 0, 99, 9, 9, 1, 99] and rows.tolist() == [3, 8, 9, 13, 77]
     assert slots.tolist() == [0, 1, 2, 3, -1, 5, 6, 7, 8, 9, -1, 11, 12, 13, 14] == visible_end.tolist()

@@ -380,10 +380,14 @@ def logprob(logits, drawn, token_ids, out, width, stride, num_drawn, number, MAP
     tl.store(out + row * num_drawn + number, tl.where(token >= 0, value, 0.0).to(tl.float32))
 
 
+NUM_CONTROLS = 8
 FIRST_ROW, NUM_DRAFTED, FIXED_ACCEPTED, FIRST_SAMPLE, BASE_POSITION, DEPTH, KNOWN_ROWS, ROPE_SHIFT = (
-    tl.constexpr(i) for i in range(8)
+    tl.constexpr(i) for i in range(NUM_CONTROLS)
 )
-"""Rows of `controls` (see cuda/draft_loop.py)."""
+"""Rows of `controls` [NUM_CONTROLS, S], per sequence: its first row in the first pass; drafted tokens to verify (-1:
+none); a fixed number of accepted tokens (-1: none fixed); index of its first sample; position of its first new token if
+nothing is accepted; tokens to draft; rows of the first pass before the verified ones; rotary positions of new tokens
+less their positions."""
 
 
 @triton.jit(do_not_specialize=["num"])
