@@ -2,9 +2,7 @@
 
 import json
 import os
-import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields
 from functools import cache, lru_cache
 from itertools import pairwise
@@ -13,8 +11,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from headstart import registry
-from headstart.errors import HeadstartError, ParameterError, UsageError
+from headstart.errors import ParameterError, UsageError
 from headstart.files import user_path
+from headstart.wording import LEAVE_OUT, named
 
 Quantization = Literal["int8", "int4"]
 WeightFormat = Literal[
@@ -188,16 +187,17 @@ class EngineConfig:
             self._check(name)
         self._check_names()
         if self.synthetic_rates and self.rule != "exact":
-            raise ParameterError("--synthetic-acceptance", f"takes the place of --rule {self.rule}", "give one of them")
+            what = "takes the place of " + named("rule", self.rule)
+            raise ParameterError(named("synthetic_acceptance"), what, "give one of them")
         if self.depth == AUTO and self.rule == "rejection":  # drafts change its text, so depth must not follow a clock
             object.__setattr__(self, "depth", FIXED_DEPTH)
         _depth_table(self.depth_by_batch)
-        self._check_range("ngram_max", self.ngram_min, MAX_NGRAM, "it cannot be below --ngram-min")
+        self._check_range("ngram_max", self.ngram_min, MAX_NGRAM, "it cannot be below " + named("ngram_min"))
         self._check_positive("kv_spill_gb", MAX_GB, "10 is the default")
         if self.gpu_memory_utilization is not None:
             self._check_positive("gpu_memory_utilization", 1, "for example 0.9")
             if self.kv_blocks is not None:
-                what = "--gpu-memory-utilization and --kv-blocks both size the KV cache"
+                what = named("gpu_memory_utilization") + " and " + named("kv_blocks") + " both size the KV cache"
                 raise UsageError(what, "give one of them")
 
     def _check_names(self) -> None:
@@ -206,14 +206,15 @@ class EngineConfig:
                 raise self._unknown(name)
         adapters = [name for name, _ in self.adapters]
         if twice := next((name for name in adapters if adapters.count(name) > 1), None):
-            raise UsageError(f"--lora: two adapters are named {twice}", "give each a name of its own")
+            raise UsageError(named("lora") + f": two adapters are named {twice}", "give each a name of its own")
         if missing := next((path for _, path in self.adapters if not _exists(path)), None):
             hint = "give a PEFT directory or a GGUF adapter: NAME=PATH"
-            raise UsageError(f"--lora: {missing} does not exist", hint)
+            raise UsageError(named("lora") + f": {missing} does not exist", hint)
         if self.mmproj is not None and not _is_file(self.mmproj):
-            raise UsageError(f"--mmproj: {self.mmproj} is not a file", "give llama.cpp's mmproj-*.gguf")
+            raise UsageError(named("mmproj") + f": {self.mmproj} is not a file", "give llama.cpp's mmproj-*.gguf")
         if self.lookup_corpus is not None and not _is_file(self.lookup_corpus):
-            raise UsageError(f"--lookup-corpus: {self.lookup_corpus} is not a file", "give a text file in UTF-8")
+            what = named("lookup_corpus") + f": {self.lookup_corpus} is not a file"
+            raise UsageError(what, "give a text file in UTF-8")
 
     @property
     def adapters(self) -> list[tuple[str, str]]:
@@ -222,14 +223,15 @@ class EngineConfig:
         given = () if self.lora is None else self.lora
         if not isinstance(given, tuple) or not all(isinstance(each, str) for each in given):
             hint = "such as ['sql=./sql-adapter']"
-            raise ParameterError("--lora", f"is {given!r}, but must be a list of texts", hint)
+            raise ParameterError(named("lora"), f"is {given!r}, but must be a list of texts", hint)
         pairs = [each.partition("=") for each in given]
         found = [
             (name, path) if equals else (Path(name).name.removesuffix(".gguf"), name) for name, equals, path in pairs
         ]
         for name, path in found:
             if not name.strip() or not path.strip():
-                raise UsageError(f"--lora: {name}={path} has no name or no path", "for example sql=./sql-adapter")
+                what = named("lora") + f": {name}={path} has no name or no path"
+                raise UsageError(what, "for example sql=./sql-adapter")
         return found
 
     @property
@@ -253,11 +255,11 @@ class EngineConfig:
         choices = _literals(name)
         if value is None:
             if type(None) not in kinds:
-                raise ParameterError(flag_of(name), "is None, but must be given", f"its default is {item.default}")
+                raise ParameterError(named(name), "is None, but must be given", f"its default is {item.default}")
         elif bool in kinds and not isinstance(value, bool):
-            raise ParameterError(flag_of(name), f"is {value!r}, but must be True or False")
+            raise ParameterError(named(name), f"is {value!r}, but must be True or False")
         elif str in kinds and not isinstance(value, str):
-            raise ParameterError(flag_of(name), f"is {value!r}, but must be a text")
+            raise ParameterError(named(name), f"is {value!r}, but must be a text")
         elif int in kinds and value not in choices:
             self._check_range(name, *item.metadata["range"])
         elif choices and value not in choices:
@@ -265,20 +267,20 @@ class EngineConfig:
 
     def _unknown(self, name: str) -> ParameterError:
         hint = f"choose from: {', '.join(_choices(name))}"
-        return ParameterError(flag_of(name), f"is {getattr(self, name)!r}, which is unknown", hint)
+        return ParameterError(named(name), f"is {getattr(self, name)!r}, which is unknown", hint)
 
     def _check_positive(self, name: str, high: float, hint: str) -> None:
         value = getattr(self, name)
         if not isinstance(value, int | float) or not 0 < value <= high:
-            raise ParameterError(flag_of(name), f"is {value}, but must be above 0 and at most {high}", hint)
+            raise ParameterError(named(name), f"is {value}, but must be above 0 and at most {high}", hint)
 
     def _check_range(self, name: str, low: int | None, high: int | None, hint: str) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise ParameterError(flag_of(name), f"is {value!r}, but must be a whole number", hint)
+            raise ParameterError(named(name), f"is {value!r}, but must be a whole number", hint)
         if (low is not None and value < low) or (high is not None and value > high):
             bound = f"at least {low}" if high is None else f"between {low} and {high}"
-            raise ParameterError(flag_of(name), f"is {value}, but must be {bound}", hint)
+            raise ParameterError(named(name), f"is {value}, but must be {bound}", hint)
 
 
 def _plain(value: Any, spellings: Mapping[str, str]) -> Any:
@@ -302,11 +304,12 @@ def _depth_table(text: str | None) -> tuple[tuple[int, int], ...]:
         rows = [tuple(row) for row in json.loads(text)]
     except (ValueError, RecursionError, TypeError):
         what = f"is {text[:200]!r}, which is not a JSON list of lists"
-        raise ParameterError("--depth-by-batch", what, hint) from None
+        raise ParameterError(named("depth_by_batch"), what, hint) from None
     for row in rows:
         whole = len(row) == 3 and all(isinstance(value, int) and not isinstance(value, bool) for value in row)
         if not whole or not 1 <= row[0] <= row[1] or not 0 <= row[2] <= MAX_DEPTH:
-            raise ParameterError("--depth-by-batch", f"has the row {list(row)}, which is not [from, to, depth]", hint)
+            what = f"has the row {list(row)}, which is not [from, to, depth]"
+            raise ParameterError(named("depth_by_batch"), what, hint)
     return tuple((row[0], row[2]) for row in sorted(rows))
 
 
@@ -319,10 +322,11 @@ def _rates(text: str | None) -> tuple[float, ...]:
     try:
         rates = tuple(float(word) for word in text.split(","))
     except ValueError:
-        raise ParameterError("--synthetic-acceptance", f"is {text!r}, which is not a list of numbers", hint) from None
+        what = f"is {text!r}, which is not a list of numbers"
+        raise ParameterError(named("synthetic_acceptance"), what, hint) from None
     if not all(0 <= rate <= before for before, rate in pairwise((1.0, *rates))) or len(rates) > MAX_DEPTH:
         wanted = f"at most {MAX_DEPTH} rates between 0 and 1, none above the one before it"
-        raise ParameterError("--synthetic-acceptance", f"is {text}, but must be {wanted}", hint)
+        raise ParameterError(named("synthetic_acceptance"), f"is {text}, but must be {wanted}", hint)
     return rates
 
 
@@ -350,45 +354,6 @@ def _choices(name: str) -> tuple[str, ...]:
     if name == "drafter":
         return (*_WORDS[name], *sorted({*registry.available("drafters"), *registry.available("heads")}))
     return (*_WORDS[name], *registry.available("backends")) if name == "backend" else _literals(name)
-
-
-def flag_of(name: str) -> str:
-    """The command-line flag of a field."""
-    return f"--{name.replace('_', '-')}"
-
-
-_FLAG = re.compile(r"(?<![\w-])--(no-)?([a-z][a-z-]*[a-z])( [\w./][\w.=/-]*)?")
-
-
-@contextmanager
-def errors_with_keywords(*, wanted: bool = True) -> Iterator[None]:
-    """Rewrites errors for a caller in Python: `depth=3` for `--depth 3`. All errors name fields of EngineConfig by
-    flag, because a name such as `depth` could be an English word. wanted: False leaves errors as they are."""
-    try:
-        yield
-    except HeadstartError as error:
-        for name, text in vars(error).items() if wanted else ():
-            if isinstance(text, str):
-                setattr(error, name, _FLAG.sub(_as_keyword, text))
-        error.args = (error.message,)
-        raise
-
-
-def _as_keyword(match: re.Match[str]) -> str:
-    """The keyword argument for a flag and its value. The next word is a value if it holds a capital, digit, `.`, `/` or
-    `=`, or is one of the field's words."""
-    negated, name, after = match[1], match[2].replace("-", "_"), match[3] or ""
-    if negated and name == "mtp":
-        return f"depth=0{after}"
-    if name not in config_fields():
-        return match[0]
-    if negated:
-        return f"{name}=False{after}"
-    value = after.strip()
-    if value not in _choices(name) and not re.search("[A-Z0-9./=]", value):
-        return name + after
-    is_literal = re.fullmatch("[0-9.]+|[A-Z]+", value)  # a number, or a placeholder
-    return f"{name}={value if is_literal else repr(value)}"
 
 
 _SPECULATIVE_KEYS: dict[str, tuple[str, type]] = {  # key -> field of EngineConfig, type
@@ -449,7 +414,7 @@ def parse_speculative_config(text: str) -> dict[str, Any]:
     overrides: dict[str, Any] = {}
     for key, value in given.items():
         if key not in _SPECULATIVE_KEYS:
-            raise UsageError(f"--speculative-config has the unknown key {key!r}", f"leave it out; {known}")
+            raise UsageError(f"--speculative-config has the unknown key {key!r}", LEAVE_OUT + f"; {known}")
         name, kind = _SPECULATIVE_KEYS[key]
         if not isinstance(value, kind) or isinstance(value, bool):
             kinds = {str: "a string", int: "a whole number", list: "a list"}
@@ -464,7 +429,7 @@ def _translate_keys(given: dict[str, Any]) -> None:
     """Replaces methods and keys of other engines by those of _SPECULATIVE_KEYS. Raises UsageError."""
     parallel = given.pop("draft_tensor_parallel_size", 1)
     if parallel != 1:
-        hint = "headstart runs one copy of a model: leave it out"
+        hint = "headstart runs one copy of a model: " + LEAVE_OUT
         raise UsageError(f"--speculative-config: draft_tensor_parallel_size is {json.dumps(parallel)}", hint)
     if (limit := given.pop("disable_by_batch_size", None)) is not None:
         given.setdefault("num_speculative_tokens_per_batch_size", depth_rows("disable_by_batch_size", limit))

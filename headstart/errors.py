@@ -13,7 +13,7 @@ def quoted(value: object) -> str:
 
 
 class HeadstartError(Exception):
-    """Base of all errors shown to users: one line, and a hint unless empty."""
+    """Base of all errors shown to users: one line, and a hint unless empty. Both may hold options (wording.py)."""
 
     def __init__(self, message: str, hint: str = "") -> None:
         super().__init__(message)
@@ -36,7 +36,7 @@ class ParameterError(UsageError):
     """The value of one parameter is wrong. The message begins with the parameter's name."""
 
     def __init__(self, param: str, problem: str, hint: str = "") -> None:
-        super().__init__(f"{param} {problem}", hint)
+        super().__init__(param + " " + problem, hint)  # an f-string would drop the options
         self.param = param
         self.problem = problem
 

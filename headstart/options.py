@@ -9,8 +9,8 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
-from headstart.config import flag_of
 from headstart.errors import UsageError
+from headstart.wording import flag_of
 
 REQUIRED: Any = MISSING
 KINDS: Mapping[Any, tuple[str, str]] = {

@@ -10,6 +10,7 @@ from numbers import Integral, Real
 from typing import Any, Literal
 
 from headstart.errors import ParameterError, quoted
+from headstart.wording import LEAVE_OUT
 
 MAX_VALUE = 1e18  # upper bound of numbers without one of their own
 Kind = Literal["number", "integer", "boolean", "texts", "token_ids", "token_numbers"]
@@ -133,7 +134,7 @@ class SamplingParams:
                 _CHECKS[row.kind](self, row, value)
         _check_range("min_tokens", self.min_tokens, 0, self.max_tokens, "min_tokens cannot exceed max_tokens")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise ParameterError("allowed_token_ids", "is empty", "leave it out, or allow at least one token")
+            raise ParameterError("allowed_token_ids", "is empty", LEAVE_OUT + ", or allow at least one token")
 
     def _check_number(self, row: Parameter, value: Any) -> None:
         _check_range(row.name, value, row.low, row.high, row.hint)
@@ -158,7 +159,7 @@ class SamplingParams:
 
     def _check_texts(self, row: Parameter, value: Any) -> None:
         if any(not text for text in self._as_tuple(row, str, "a text or a list of texts")):
-            raise ParameterError(row.name, "has an empty text", "leave it out")
+            raise ParameterError(row.name, "has an empty text", LEAVE_OUT)
 
     def _check_token_ids(self, row: Parameter, value: Any) -> None:
         self._as_tuple(row, Integral, "a list of token ids")

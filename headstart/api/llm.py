@@ -25,7 +25,7 @@ from headstart.api.images import (
     with_placeholders,
 )
 from headstart.api.session import Completion, Session, TextDelta, gather
-from headstart.config import AUTO, EngineConfig, config_fields, errors_with_keywords
+from headstart.config import AUTO, EngineConfig, config_fields
 from headstart.core import Progress, Request, SamplingParams, no_progress, token_mask
 from headstart.engine.build import build_engine, change_head, identity
 from headstart.engine.calibrate import known_costs
@@ -38,6 +38,7 @@ from headstart.text.chat import ChatTemplate
 from headstart.text.conversation import Conversation
 from headstart.text.grammar_spec import GrammarSpec, with_subschemas
 from headstart.text.images import VisionTower
+from headstart.wording import errors_with_keywords
 
 if TYPE_CHECKING:
     from headstart.text.grammar import GrammarCompiler

@@ -15,12 +15,12 @@ from headstart.config import (
     DraftVocab,
     EngineConfig,
     config_fields,
-    flag_of,
     parse_speculative_config,
 )
 from headstart.errors import HeadstartError, ParameterError, UsageError
 from headstart.options import Option, OptionGroup, option
 from headstart.params import Parameter, SamplingParams, parameters
+from headstart.wording import LEAVE_OUT, flag_of
 
 if TYPE_CHECKING:
     from headstart.core import Progress, Report
@@ -216,7 +216,7 @@ class EngineOptions(OptionGroup):
     def refuse_others(self, used: Set[str], purpose: str) -> None:
         """Raise UsageError for a given option without a meaning for `purpose`. `used`: the others."""
         if unused := sorted(self.given - used):
-            raise UsageError(f"{flag_of(unused[0])} has no meaning for {purpose}", "leave it out")
+            raise UsageError(f"{flag_of(unused[0])} has no meaning for {purpose}", LEAVE_OUT)
 
 
 @dataclass(frozen=True, kw_only=True)

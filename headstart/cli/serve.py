@@ -16,10 +16,11 @@ from headstart.cli.serve_engine import OtherEngineOptions, launch_options
 from headstart.cli.serve_models import ServedModelsOptions, model_manager
 from headstart.cli.settings import Settings
 from headstart.cli.vllm_flags import VllmFlags, rewrite
-from headstart.config import EngineConfig, flag_of
+from headstart.config import EngineConfig
 from headstart.errors import UsageError
 from headstart.options import OptionGroup, option
 from headstart.server.options import ServerOptions, media_domains
+from headstart.wording import LEAVE_OUT, flag_of
 
 log = logging.getLogger("headstart.server")
 
@@ -125,7 +126,7 @@ def run(
     config = vllm.apply(engine.config)
     has_several = named.has_several(settings)
     if named.memory is not None and not has_several:
-        raise UsageError("--memory is for several models, but this server has one", "leave it out, or set --kv-blocks")
+        raise UsageError("--memory is for several models, but this server has one", LEAVE_OUT + ", or set --kv-blocks")
     if replicas.replicas is not None and replica_id is None:
         if has_several:
             raise UsageError("--replicas serve one model", "leave out the others, or --replicas")

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from headstart.cli.options import EngineOptions
 from headstart.cli.vllm_flags import SIZED, plain_size
-from headstart.config import AUTO, flag_of, read_count
+from headstart.config import AUTO, read_count
 from headstart.errors import UsageError
 from headstart.options import OptionGroup, option
+from headstart.wording import LEAVE_OUT, flag_of
 
 if TYPE_CHECKING:
     from headstart.tools.launch.prepare import LaunchOptions
@@ -42,7 +43,7 @@ class OtherEngineOptions(OptionGroup):
     def check(self) -> None:
         """Raise UsageError for --dry-run without --engine."""
         if self.dry_run and self.engine_name is None:
-            raise UsageError("--dry-run has no meaning without --engine", "leave it out")
+            raise UsageError("--dry-run has no meaning without --engine", LEAVE_OUT)
 
 
 def launch_options(
@@ -62,14 +63,14 @@ def launch_options(
         elif name == "drafter" and value in DRAFTERS:
             chosen |= DRAFTERS[value]
         elif name == "drafter" and not (value in HEAD_KINDS and engine.config.head):
-            hint = "with --engine leave it out: MTP heads draft there"
+            hint = "with --engine " + LEAVE_OUT + ": MTP heads draft there"
             raise UsageError(f"--drafter {value} is headstart's own", hint)
         elif name in VLLM_SWITCHES:
             vllm = {**vllm, f"--no-{flag_of(name)[2:]}": True}
         elif name == "gpu_memory_utilization":
             vllm = {**vllm, flag_of(name): str(value)}
         elif name not in ("depth", "drafter"):
-            raise UsageError(f"{flag_of(name)} has no counterpart in {engine_name}", "leave it out")
+            raise UsageError(f"{flag_of(name)} has no counterpart in {engine_name}", LEAVE_OUT)
     _add_vllm_flags(engine_name, vllm, chosen, settings)
     return LaunchOptions(engine=engine_name, model=model, settings=settings, **chosen)
 
@@ -83,7 +84,7 @@ def _server_settings(serving: OptionGroup) -> dict[str, Any]:
             continue
         if item.name not in SETTINGS:
             what = f"{flag_of(item.name)} is an option of headstart's own server"
-            raise UsageError(what, "leave it out with --engine")
+            raise UsageError(what, LEAVE_OUT + " with --engine")
         settings[item.name] = [str(each) for each in value] if isinstance(value, list) else str(value)
     return settings
 

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from headstart.cli.options import NUMBERS_OR_WORDS, number_or_word
 from headstart.cli.settings import Settings, suggest
-from headstart.config import EngineConfig, config_fields, flag_of
+from headstart.config import EngineConfig, config_fields
 from headstart.errors import ParameterError, UsageError
 from headstart.options import OptionGroup, argument, model_names, option
 from headstart.server.options import KeepAlive
+from headstart.wording import LEAVE_OUT, flag_of
 
 if TYPE_CHECKING:
     from headstart.server.app import ServerConfig
@@ -77,7 +78,7 @@ def model_manager(
 
     for name in SINGLE_MODEL:
         if getattr(serving, name, None):
-            raise UsageError(f"{flag_of(name)} is for one model, but this server has several", "leave it out")
+            raise UsageError(f"{flag_of(name)} is for one model, but this server has several", LEAVE_OUT)
     if config.head is not None:
         raise UsageError("--head is for one model, but this server has several", "[models.NAME] takes head")
     memory = None if options.memory is None else int(options.memory * GB)

@@ -20,6 +20,7 @@ from headstart.cli.parser import CONFIG, Command
 from headstart.errors import UsageError, did_you_mean
 from headstart.files import read_text, user_path
 from headstart.options import Option
+from headstart.wording import OptionText, Removal
 
 PREFIX = "HEADSTART_"
 FILE = "headstart.toml"
@@ -166,15 +167,17 @@ def named_file(words: Sequence[str]) -> Path | None:
 
 
 def add_places(message: str, hint: str, places: Mapping[str, str]) -> tuple[str, str]:
-    """Returns the message with the places of the options that it names, and the hint; "leave it out" becomes advice for
-    the first of these places. `places`: flag, or value of MODEL -> headstart.toml and its table, or a variable."""
+    """Returns the message with the places of the options that it names, and the hint with its Removal from the first of
+    these places. `places`: flag, or value of MODEL -> headstart.toml and its table, or a variable."""
     named = [flag for flag in places if re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w-])", message)]
     if not named:
         return message, hint
     message = f"{message} ({', '.join(f'{flag} is set by {places[flag]}' for flag in named)})"
     place = places[named[0]]
     removal = f"unset {place}" if place.startswith(PREFIX) else f"take it out of {place}"
-    return message, re.sub("^leave it out", removal, hint)
+    if isinstance(hint, OptionText):
+        hint = hint.worded(lambda part: removal if isinstance(part, Removal) else str(part))
+    return message, hint
 
 
 def options_of(command: Command) -> dict[str, Option]:

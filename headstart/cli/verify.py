@@ -8,10 +8,11 @@ from typing import Any, ClassVar
 from headstart.cli.options import EngineOptions, OutputOptions, number_or_word, read_text
 from headstart.cli.parser import command
 from headstart.cli.render import print_table
-from headstart.config import AUTO, flag_of
+from headstart.config import AUTO
 from headstart.errors import UsageError
 from headstart.options import ModelOptions, OptionGroup, option
 from headstart.tools.options import MAX_MINUTES, ProbedServer
+from headstart.wording import LEAVE_OUT, flag_of
 
 SWITCH = {"on": True, "off": False}.__getitem__
 VARIED = {
@@ -128,9 +129,9 @@ def _check(case: CaseOptions, levels: LevelOptions, engine: EngineOptions) -> No
     used = {"temperatures", "seeds"} if case.transcript else set[str]()
     is_file = case.against not in (None, "transformers")
     if (is_file or case.transcript) and (unused := sorted(levels.chosen().keys() - used)):
-        raise UsageError(f"{flag_of(unused[0])} has no meaning with {given[0]}", "leave it out")
+        raise UsageError(f"{flag_of(unused[0])} has no meaning with {given[0]}", LEAVE_OUT)
     if is_file and case.prompts:
-        raise UsageError("--prompts has no meaning with --against FILE: the prompts are in it", "leave it out")
+        raise UsageError("--prompts has no meaning with --against FILE: the prompts are in it", LEAVE_OUT)
 
 
 def _read_prompts(path: Path) -> tuple[str, ...]:
@@ -180,13 +181,13 @@ def probe(flags: ProbeFlags, limits: ExactFlags, output: OutputOptions) -> int:
     server = {each.name: getattr(flags, each.name) for each in fields(ProbedServer)}
     if flags.exact:
         if flags.no_metrics:
-            raise UsageError("--no-metrics is not for --exact", "leave it out")
+            raise UsageError("--no-metrics is not for --exact", LEAVE_OUT)
         from headstart.tools.probe import exact
 
         exact_options = exact.ExactOptions(**server, **limits.chosen())
         return output.run("probing", partial(exact.run, exact_options), _print_conditions)
     for name in limits.chosen():
-        raise UsageError(f"{flag_of(name)} is for --exact", "give both, or leave it out")
+        raise UsageError(f"{flag_of(name)} is for --exact", "give both, or " + LEAVE_OUT)
     from headstart.tools.probe import run as probe_run
 
     options = probe_run.ProbeOptions(**server, use_metrics=not flags.no_metrics)

@@ -28,6 +28,7 @@ from headstart.kernels.specs import StateSpec
 from headstart.layers.decoder import tap_width
 from headstart.layers.linear import LMHead
 from headstart.layers.network import Network, NetworkProgram, Pools
+from headstart.wording import named
 
 FEATURES, BLOCK, MARKOV, PAIRS = "features", "block", "markov", "pairs.0"
 
@@ -118,7 +119,10 @@ class BlockDrafter(Drafter):
     def attach(cls, target: TargetModel) -> Self:
         head, vocabulary = target.head, target.vocabulary
         if head is None or head.spec.block is None:
-            raise UsageError("the model has no block drafter", "attach one with --head DIR, or use --drafter ngram")
+            raise UsageError(
+                "the model has no block drafter",
+                "attach one with " + named("head", "DIR") + ", or use " + named("drafter", "ngram"),
+            )
         has_own = head.draft_token_ids is not None
         ids, sketch = (head.draft_token_ids, None) if has_own else (vocabulary.token_ids, vocabulary.sketch)
         embedding = target.model.embedding if head.embedding is None else head.embedding

@@ -25,6 +25,7 @@ from headstart.kernels.draft_loop import PendingSample
 from headstart.kernels.ops import Buffer
 from headstart.layers.build import raw_lm_head
 from headstart.layers.linear import Linear
+from headstart.wording import named
 
 MAX_EARLY_PAIRS = 4
 """Most uncached pairs for an early draft. More pairs mean a prompt or a long pause, where an early start gains
@@ -56,7 +57,10 @@ class HeadDrafter(base.Drafter):
     @classmethod
     def attach(cls, target: base.TargetModel) -> Self:
         if target.head is None:
-            raise UsageError("the model has no head", "attach one with --head DIR, or use --drafter ngram")
+            raise UsageError(
+                "the model has no head",
+                "attach one with " + named("head", "DIR") + ", or use " + named("drafter", "ngram"),
+            )
         return cls(target, target.head)
 
     def num_uncached(self, sequence: Sequence) -> int:

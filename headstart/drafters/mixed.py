@@ -11,6 +11,7 @@ from headstart.drafters.ngram import NgramDrafter
 from headstart.errors import UsageError
 from headstart.heads.kind import head_kind
 from headstart.kernels.draft_loop import PendingSample
+from headstart.wording import named
 
 
 class MixedDrafter(Drafter):
@@ -31,7 +32,10 @@ class MixedDrafter(Drafter):
     @classmethod
     def attach(cls, target: TargetModel) -> Self:
         if target.head is None:
-            raise UsageError("drafter mixed needs a head, but the model has none", "use --drafter ngram, or --head DIR")
+            raise UsageError(
+                "drafter mixed needs a head, but the model has none",
+                "use " + named("drafter", "ngram") + ", or " + named("head", "DIR"),
+            )
         head: type[Drafter] = registry.find("drafters", head_kind(target.head.spec.kind).drafter).DRAFTER
         return cls(NgramDrafter.attach(target), head.attach(target))
 

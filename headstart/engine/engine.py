@@ -27,6 +27,7 @@ from headstart.engine.runner import ForwardOutput, PassSamples, Runner
 from headstart.engine.scheduler import Scheduler
 from headstart.engine.verify import SyntheticVerifier, verify_exact, verify_leaves, verify_rejection
 from headstart.errors import CapacityError, UsageError
+from headstart.wording import named
 
 Deliver = Callable[[list[Delta]], None]
 
@@ -69,7 +70,7 @@ class Engine:
         if len(request.prompt_ids) >= self.max_length:
             raise CapacityError(
                 f"the prompt has {len(request.prompt_ids)} tokens, but the context holds {self.max_length}",
-                "shorten the prompt, or raise --max-model-len if the model allows it",
+                "shorten the prompt, or raise " + named("max_model_len") + " if the model allows it",
             )
         if request.request_id in self._live:
             raise UsageError(f"a request with id {request.request_id!r} is running")
@@ -106,7 +107,7 @@ class Engine:
             _count(sequence.stats, delta.draft or Draft(), delta.num_accepted, len(delta.tokens))
         if not delta.finish_reason and len(sequence.tokens) >= self.max_length:
             what = f"the text has {len(sequence.tokens)} tokens so far, but the context holds {self.max_length}"
-            raise CapacityError(what, "start all engines with the same --max-model-len")
+            raise CapacityError(what, "start all engines with the same " + named("max_model_len"))
 
     def _start(self, request: Request, choice: int) -> Sequence:
         constraint = request.constraint.copy() if request.constraint is not None else None

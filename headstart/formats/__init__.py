@@ -9,6 +9,7 @@ from headstart.files import user_path
 from headstart.formats.base import Checkpoint, Format
 from headstart.formats.json_object import read_object
 from headstart.placeholder import check_placeholder, partial_files
+from headstart.wording import named
 
 HINT = "give a directory with config.json and *.safetensors, a .gguf file, a Hugging Face repo id or an alias"
 
@@ -62,7 +63,9 @@ def open_described(name: str | None) -> Checkpoint:
 def no_checkpoint(path: Path) -> ModelError:
     """The error for an existing path that no format detects."""
     if (path / "adapter_config.json").exists():
-        return ModelError(f"{path} is a LoRA adapter, not a whole model", f"give its model, with --lora NAME={path}")
+        return ModelError(
+            f"{path} is a LoRA adapter, not a whole model", "give its model, with " + named("lora", f"NAME={path}")
+        )
     if path.name.endswith((".safetensors", ".json")) and is_checkpoint(path.parent):
         return ModelError(f"{path} is one file of a checkpoint", f"give its directory: {path.parent}")
     return ModelError(_why_unknown(path), HINT)
@@ -88,5 +91,6 @@ def _why_unknown(path: Path) -> str:
         has_weights = any(path.glob("*.safetensors"))
         return f"{path} {'has weights, but' if has_weights else 'is not a checkpoint: it has'} no config.json"
     if files := pytorch_files(path):
-        return f"{path} holds {files[0].name}, a pickle, opened for heads only (--head); convert it to safetensors"
+        what = f"{path} holds {files[0].name}, a pickle, opened for heads only ("
+        return what + named("head") + "); convert it to safetensors"
     return f"{path} has a config.json, but no *.safetensors file"

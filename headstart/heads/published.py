@@ -14,6 +14,7 @@ from headstart import registry
 from headstart.errors import ModelError
 from headstart.formats.base import Tensor, strip_wrapper
 from headstart.formats.sizes import Sizes, as_size, lookup
+from headstart.wording import named
 
 Document = Mapping[str, Any]
 Arrays = Mapping[str, Any]  # arrays, or (bits, dtype name), as formats.safetensors.save takes them
@@ -86,7 +87,7 @@ MARK = "headstart_head"  # key of config.json of heads in headstart's own layout
 
 def no_model(path: Path) -> ModelError:
     """The error for a head that is given as a model."""
-    return ModelError(f"{path} is a head, not a whole model", f"give its model, with --head {path}")
+    return ModelError(f"{path} is a head, not a whole model", "give its model, with " + named("head", str(path)))
 
 
 OWN = DrafterFormat(key="headstart", title="headstart", method="headstart", requires=MARK, aux="input")

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from headstart import registry
-from headstart.config import AUTO, EngineConfig, flag_of
+from headstart.config import AUTO, EngineConfig
 from headstart.errors import ParameterError, UsageError
 from headstart.kernels.ops import Backend
+from headstart.wording import joined, named
 
 ORACLE = "reference"
 """The backend that others are compared with. Its buffers are torch tensors, on which heads are trained."""
@@ -72,8 +73,8 @@ def select_backend(config: EngineConfig) -> SelectedBackend:
             why = "asked for" if is_named else next((why for why, _ in refused.values()), kinds[name].why)
             return SelectedBackend(name, kinds[name], why)
         refused[name] = refusal
-    message = ", and ".join(f"backend {name} cannot run: {why}" for name, (why, _) in refused.items())
-    raise UsageError(message, "; or ".join(hint for _, hint in refused.values()))
+    reasons = (f"backend {name} cannot run: " + why for name, (why, _) in refused.items())
+    raise UsageError(joined(", and ", reasons), joined("; or ", (hint for _, hint in refused.values())))
 
 
 def open_backend(config: EngineConfig, files: tuple[Path, ...] = ()) -> Backend:
@@ -87,6 +88,6 @@ def _check_flags(config: EngineConfig, chosen: BackendKind, kinds: dict[str, Bac
         for field in sorted(kind.flags - chosen.flags, reverse=True):
             if (value := getattr(config, field)) is not None and value is not False:
                 refusal = kind.limits(config)
-                hint = refusal[0] if refusal else "use --backend auto"
+                hint = refusal[0] if refusal else "use " + named("backend", "auto")
                 what = f"{'' if value is True else f'{value} '}needs the {other} backend"
-                raise ParameterError(flag_of(field), what, hint)
+                raise ParameterError(named(field), what, hint)

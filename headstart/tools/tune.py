@@ -27,6 +27,7 @@ from headstart.tools.bench.workloads import Task
 from headstart.tools.options import TuneFlags
 from headstart.tools.saved import TunedSetting, load_setting, save_setting
 from headstart.tools.server_process import start_server
+from headstart.wording import LEAVE_OUT
 
 DEPTHS = (FIXED_DEPTH, 2, 1, 5)
 MIN_PAIRS, MAX_ROUNDS = 6, 12  # pairs with plain decoding for a verdict; each round has a pair for every load
@@ -294,7 +295,7 @@ def _targets(model: Model, config: EngineConfig) -> list[tuple[str, InProcessTar
     """Returns (drafter, engine) for each drafter of the model: its head with lookup, other shipped heads, lookup alone.
     Raises UsageError for --drafter none."""
     if config.drafter == "none":
-        raise UsageError("--drafter none leaves nothing to tune", "leave it out")
+        raise UsageError("--drafter none leaves nothing to tune", LEAVE_OUT)
     ways = [(config.drafter, model)]
     if config.drafter == AUTO:
         others = [] if config.head else other_heads(model).items()

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from headstart.config import flag_of
 from headstart.errors import ModelError, UsageError
 from headstart.files import user_path
 from headstart.formats import find_checkpoint
@@ -24,6 +23,7 @@ from headstart.models.lora import REMEDY, fit_adapter
 from headstart.models.shipped_heads import shipped_heads
 from headstart.models.tensors import find_family, read_config
 from headstart.train.flags import TrainFlags
+from headstart.wording import flag_of
 
 MIN_TEXT_TOKENS = 1_000  # fewest tokens of answers or plain text that a new head is trained on
 MAX_SEED = 2**63 - 1

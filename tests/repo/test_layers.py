@@ -17,6 +17,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
         "config",
         "options",
         "errors",
+        "wording",
         "registry",
         "files",
         "system",

@@ -8,6 +8,7 @@ from headstart import machine
 from headstart.config import EngineConfig
 from headstart.errors import ParameterError
 from headstart.kernels.backend import BackendKind
+from headstart.wording import LEAVE_OUT, named
 
 if TYPE_CHECKING:
     from headstart.kernels.native.backend import NativeBackend
@@ -23,11 +24,11 @@ def limits(config: EngineConfig) -> tuple[str, str] | None:
     if importlib.util.find_spec(EXTENSION) is None:
         return "headstart was installed without a C++ compiler", "install one, then install headstart again"
     if config.device == "cuda":
-        return "the device is cuda", "use --device cpu"
+        return "the device is cuda", "use " + named("device", "cpu")
     if config.dtype != "float32":
-        return f"--dtype {config.dtype} is the reference backend's", "leave --dtype out"
+        return named("dtype", config.dtype) + " is the reference backend's", "leave " + named("dtype") + " out"
     if config.block_size % 16:
-        return f"--block-size {config.block_size} is not a multiple of 16", "use --block-size 16"
+        return named("block_size", config.block_size) + " is not a multiple of 16", "use " + named("block_size", 16)
     return None
 
 
@@ -42,7 +43,7 @@ def open_native(config: EngineConfig, files: tuple[Path, ...]) -> "NativeBackend
     threads, cores = config.threads or machine.threads().usable, machine.threads().cores
     if threads > max(MAX_THREADS_PER_CORE * cores, MIN_THREAD_LIMIT):
         what = f"is {threads}, but this machine has {cores} cores: they would only wait for each other"
-        raise ParameterError("--threads", what, "leave it out: it is what affinity and quota allow")
+        raise ParameterError(named("threads"), what, LEAVE_OUT + ": it is what affinity and quota allow")
     return NativeBackend(
         threads=threads, quantization=config.rounding, kv_dtype=config.kv_cache_dtype,
         portable_bits=config.portable_bits, cache=cache,

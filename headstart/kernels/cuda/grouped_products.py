@@ -17,6 +17,7 @@ from headstart.kernels.cuda.matrix import CudaMatrix
 from headstart.kernels.cuda.plan import DevicePlan
 from headstart.kernels.ops import Experts, RouterSpec
 from headstart.kernels.reference.moe import ByToken
+from headstart.wording import named
 
 _ARRAYS = ("codes", "scales", "offsets")
 
@@ -36,7 +37,9 @@ def check_same_layout(matrices: Sequence[CudaMatrix]) -> None:
         for m in matrices
     }
     if len(layouts) > 1:
-        raise ModelError("the cuda backend has no kernel for experts of several weight types", "use --backend native")
+        raise ModelError(
+            "the cuda backend has no kernel for experts of several weight types", "use " + named("backend", "native")
+        )
 
 
 class GroupedProducts:

@@ -54,6 +54,7 @@ from headstart.kernels.native.placement import FREE, ThreadPlacement
 from headstart.kernels.native.program import record
 from headstart.kernels.ops import KVSpec, Program as Code, RawTensor
 from headstart.kernels.specs import CompressSpec, StateSpec
+from headstart.wording import named
 
 SlotPool = KVPool | RowPool | HiddenPool | StatePool
 _instances: "WeakSet[NativeBackend]" = WeakSet()
@@ -88,7 +89,9 @@ class NativeBackend:
         try:
             self.threads = ThreadPool(threads, placement.groups)
         except RuntimeError as error:
-            raise UsageError(f"the system starts no {threads} threads: {error}", "use fewer: --threads N") from None
+            raise UsageError(
+                f"the system starts no {threads} threads: {error}", "use fewer: " + named("threads", "N")
+            ) from None
         self.placement = placement
         _instances.add(self)
         self.quantization: Quantization | None = quantization
@@ -142,7 +145,9 @@ class NativeBackend:
             handle.reads_ahead = self._cache.in_file
             return handle
         except ValueError as error:  # a size beyond the kernels' limits
-            raise ModelError(f"the native backend cannot run this model: {error}", "use --backend reference") from None
+            raise ModelError(
+                f"the native backend cannot run this model: {error}", "use " + named("backend", "reference")
+            ) from None
 
     def kv_bytes(self, spec: KVSpec) -> int:
         if isinstance(spec, CompressSpec):

@@ -10,6 +10,7 @@ from headstart.tools.draft_depth import default_depth
 from headstart.tools.export.plan import check_target, write_plan
 from headstart.tools.export.source import Export, ExportRequest
 from headstart.tools.options import ExportOptions
+from headstart.wording import LEAVE_OUT
 
 DEFAULT, SLICE = "xllm", "slice"
 
@@ -25,7 +26,7 @@ def run(options: ExportOptions, progress: Progress = no_progress) -> Report:
         raise UsageError(f"--slice goes with --to {SLICE} only", "write the smaller model first, and export that one")
     export: Export = registry.find("exports", to).EXPORT
     if options.model_type is not None and to != DEFAULT:
-        raise UsageError(f"--model-type goes with --to {DEFAULT} only", "leave it out")
+        raise UsageError(f"--model-type goes with --to {DEFAULT} only", LEAVE_OUT)
     request = ExportRequest(options.model, options.head, options.model_type, options.slice)
     check_target(options.out, options.force)
     sources = [request.path, request.find_head()]

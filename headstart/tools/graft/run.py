@@ -32,6 +32,7 @@ from headstart.tools.graft.fit import check_fit
 from headstart.tools.options import GraftOptions
 from headstart.tools.prompts import builtin_prompts, measure_acceptance
 from headstart.version import __version__
+from headstart.wording import LEAVE_OUT
 
 HEAD_FILE = "model-mtp.safetensors"
 PAIR = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -47,7 +48,7 @@ def run(options: GraftOptions, progress: Progress = no_progress) -> Report:
         wrong = "--strip and --from are both given" if options.strip else "neither --from nor --strip is given"
         raise UsageError(wrong, "--from BASE puts a head in, --strip takes it out")
     if options.strip and options.quantize_head:
-        raise UsageError("--quantize-head goes with --from", "leave it out")
+        raise UsageError("--quantize-head goes with --from", LEAVE_OUT)
     check_target(options.out, options.force)
     target = open_directory(options.model)
     base = open_directory(options.base) if options.base is not None else None

@@ -17,6 +17,7 @@ from headstart.tools.launch.arguments import Version, is_within, parse_version, 
 from headstart.tools.launch.command_line import CommandLine
 from headstart.tools.launch.model_facts import ModelFacts
 from headstart.tools.launch.spec import PLATFORMS, LaunchPlan, LaunchSpec, LaunchStep, option_flag
+from headstart.wording import LEAVE_OUT
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,7 @@ class ServerBuilder(CommandBuilder):
                 continue
             if (flag := self.program.flag_of(name)) is None:
                 what = f"{self.program.title} has no flag for {option_flag(name)}"
-                raise UsageError(what, "leave it out, or give its own flag after --")
+                raise UsageError(what, LEAVE_OUT + ", or give its own flag after --")
             for each in value if isinstance(value, Sequence) and not isinstance(value, str) else [value]:
                 self.add(flag, None if each is True else each)
 

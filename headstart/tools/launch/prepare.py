@@ -17,6 +17,7 @@ from headstart.tools.launch.parallelism import CacheRequest, Hardware, NodeDevic
 from headstart.tools.launch.shipped import export_advice
 from headstart.tools.launch.spec import LaunchPlan, LaunchRequest, LaunchSpec, LaunchStep, option_flag
 from headstart.tools.options import LaunchFlags
+from headstart.wording import LEAVE_OUT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,7 +173,7 @@ def _check_repeated(
     given = [name for _, name in names(launcher.arguments_of(step))]
     for flag, name in names(extra):
         if given.count(name) > 1:
-            hint = "leave it out, or use launch's own option for it; --depth 0 leaves drafting to your flags"
+            hint = LEAVE_OUT + ", or use launch's own option for it; --depth 0 leaves drafting to your flags"
             raise UsageError(f"{flag} is given after --, but is set already", hint)
 
 
