@@ -1,4 +1,4 @@
-"""Heads for a model with a LoRA adapter: they learn from the adapted trunk, and draft for it."""
+"""Heads for a model with a LoRA adapter are trained on the adapted trunk and draft for it."""
 
 import json
 from dataclasses import replace
@@ -40,7 +40,7 @@ def common(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_hidden_states_are_those_of_the_adapted_trunk(common: dict[str, Any], tmp_path: Path) -> None:
-    """The argmax after each token of a greedy text is the next token of that text: in the arithmetic of the engine."""
+    """The argmax at each token of the engine's greedy text is its next token."""
     options = TrainOptions(out=tmp_path / "head", tokens=100, **common)
     with LLM(common["model"], lora=common["lora"], depth=0, drafter="none", threads=1) as llm:
         texts = {name: llm.generate([PROMPT], GREEDY, lora=name)[0].token_ids for name in ("", "adapter")}
@@ -55,7 +55,7 @@ def test_hidden_states_are_those_of_the_adapted_trunk(common: dict[str, Any], tm
 
 
 @pytest.mark.slow
-def test_a_head_of_an_adapter_is_exported_and_drafts_for_it(common: dict[str, Any], tmp_path: Path) -> None:
+def test_head_for_an_adapter_is_trained_and_drafts_for_it(common: dict[str, Any], tmp_path: Path) -> None:
     report = run(TrainOptions(out=tmp_path / "head", tokens=1_000, **common))
     assert "--lora adapter" in read_head(tmp_path / "head").training["command"]
     assert report.data["gain"] is not None
@@ -64,7 +64,7 @@ def test_a_head_of_an_adapter_is_exported_and_drafts_for_it(common: dict[str, An
     assert pair[True].token_ids == pair[False].token_ids and pair[True].speculation.drafted
 
 
-def test_what_no_head_can_be_trained_for(common: dict[str, Any], tmp_path: Path) -> None:
+def test_unsupported_adapters_are_refused(common: dict[str, Any], tmp_path: Path) -> None:
     name, width = "base_model.model.lm_head", 48
     arrays = {f"{name}.lora_A.weight": np.ones((2, width), np.float32)}
     arrays[f"{name}.lora_B.weight"] = np.ones((support.VOCAB, 2), np.float32)

@@ -1,4 +1,4 @@
-"""Heads for every family: trained a little, written, read and run; and what cannot be trained is refused first."""
+"""Heads for every family: short training, export, drafting; early refusal of models that cannot be trained for."""
 
 import json
 from dataclasses import replace
@@ -33,8 +33,8 @@ QUICK = ("deepseek_v4", "gemma3", "gemma4", "nemotron_h")
         for name, reader in zip(support.FAMILIES, cycle(("eagle3", "block")), strict=False)
     ],
 )  # fmt: skip
-def test_heads_of_each_kind_are_trained_and_drafted_with(family: str, kinds: tuple[str, ...], tmp_path: Path) -> None:
-    """Both of EAGLE-3 and block drafters read the outputs of several layers: one of them with each family."""
+def test_trained_heads_of_each_kind_draft(family: str, kinds: tuple[str, ...], tmp_path: Path) -> None:
+    """EAGLE-3 and block drafters both tap several layers; each slow family is tested with one of them."""
     model, rng = support.tiny_model(family), np.random.default_rng(0)
     engine_config = EngineConfig(backend="reference", dtype="float64", threads=1)
     texts = rng.integers(0, support.VOCAB - 8, (3, 20)).astype(np.int32)
@@ -61,7 +61,7 @@ def test_every_family_can_have_a_new_head_of_each_kind() -> None:
             assert is_plain(new_head_spec(kind, family.read(family.tiny_config())).layer), (name, kind)
 
 
-def test_inspect_recommends_what_train_accepts_and_train_refuses_before_loading(
+def test_train_accepts_the_command_of_inspect_and_refuses_before_loading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headstart.train.run.load_frozen_model", lambda *_: pytest.fail("the model is loaded"))
@@ -79,7 +79,7 @@ def test_inspect_recommends_what_train_accepts_and_train_refuses_before_loading(
         run(options)
 
 
-def test_too_little_text_is_refused_with_what_to_bring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_text_is_refused_with_a_hint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, text = write_model(tmp_path / "model", *support.family_of("llama").tiny()), tmp_path / "text.jsonl"
     text.write_text('{"text": "the sky is blue and the sea is blue and the sky is blue"}\n' * 8)
     options = TrainOptions(model=str(model), out=tmp_path / "head", data=(text,), tokens=5_000, threads=1)

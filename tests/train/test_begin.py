@@ -1,4 +1,4 @@
-"""Training that goes on from a head: what it has of its own stays, and it reads what it has always read."""
+"""Fine-tuning of a head keeps its LM head, draft vocabulary and taps."""
 
 import itertools
 import json
@@ -36,30 +36,34 @@ def common(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {**options, "head": folder / "head"}
 
 
-def changed(common: dict[str, Any], path: Path, tensors: dict[str, Any] | None = None, **keys: Any) -> Path:
-    """The head with other tensors, and keys of its config.json."""
+def write_changed_head(common: dict[str, Any], path: Path, tensors: dict[str, Any] | None = None, **keys: Any) -> Path:
+    """A copy of the head with other tensors and config keys."""
     head = read_head(common["head"])
     write_head(path, head, {**{name: tensor.float32() for name, tensor in head.tensors.items()}, **(tensors or {})})
     (path / "config.json").write_text(json.dumps({**json.loads((path / "config.json").read_text()), **keys}))
     return path
 
 
-def lengths(out: Path) -> list[float]:
-    """Held-out acceptance, from the first evaluation on."""
+def acceptance_lengths(out: Path) -> list[float]:
+    """Held-out acceptance length of each evaluation."""
     lines = (out.with_name(out.name + ".training") / "log.jsonl").read_text().splitlines()
     return [json.loads(line)["held_out"]["all"]["length"] for line in lines]
 
 
 @pytest.mark.slow
-def test_an_lm_head_of_its_own_is_kept(common: dict[str, Any], tmp_path: Path) -> None:
-    """A head and its LM head turned round draft as before; with the trunk's rows in their place they would not."""
+def test_own_lm_head_is_kept(common: dict[str, Any], tmp_path: Path) -> None:
+    """A head with negated norm and LM head drafts as before. With the trunk's LM head it would not."""
     tensors = {name: each.float32() for name, each in read_head(common["head"]).tensors.items()}
     model = load_model(common["model"], EngineConfig(backend="reference", dtype="float32", threads=1))
     rows = raw_lm_head(model.weights, model.config).take_rows(read_head(common["head"]).draft_token_ids).float32()
-    path = changed(common, tmp_path / "turned", {"norm.weight": -tensors["norm.weight"], "lm_head.weight": -rows})
+    path = write_changed_head(
+        common, tmp_path / "turned", {"norm.weight": -tensors["norm.weight"], "lm_head.weight": -rows}
+    )
     out = tmp_path / "out"
     run(TrainOptions(out=out, tokens=300, draft_vocab=100, finetune=True, **{**common, "head": path}))
-    assert lengths(out)[0] > 1.25 and lengths(out)[0] == pytest.approx(lengths(common["head"])[-1], abs=0.05)
+    assert acceptance_lengths(out)[0] > 1.25 and acceptance_lengths(out)[0] == pytest.approx(
+        acceptance_lengths(common["head"])[-1], abs=0.05
+    )
     before, after = read_head(path), read_head(out)
     rows_of = [each.tensors["lm_head.weight"].float32() for each in (after, before)]
     np.testing.assert_allclose(*rows_of, rtol=2**-8)  # written in bfloat16
@@ -67,14 +71,14 @@ def test_an_lm_head_of_its_own_is_kept(common: dict[str, Any], tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_rows_that_are_the_trunks_take_up_tokens(common: dict[str, Any], tmp_path: Path) -> None:
+def test_draft_vocabulary_grows_with_lm_head_rows_of_the_trunk(common: dict[str, Any], tmp_path: Path) -> None:
     run(TrainOptions(out=tmp_path / "out", tokens=300, draft_vocab=100, finetune=True, **common))
     ids, known = (read_head(path).draft_token_ids for path in (tmp_path / "out", common["head"]))
     assert {*known.tolist()} < {*ids.tolist()}
 
 
 @pytest.mark.slow
-def test_other_text_changes_no_draft_vocabulary(common: dict[str, Any], tmp_path: Path) -> None:
+def test_other_text_keeps_the_draft_vocabulary(common: dict[str, Any], tmp_path: Path) -> None:
     known = read_head(common["head"]).draft_token_ids
     texts = tmp_path / "t.jsonl"
     texts.write_text("".join(json.dumps({"text": f"{n} Zebras quickly jump {n * n}"}) + "\n" for n in range(300)))
@@ -84,12 +88,12 @@ def test_other_text_changes_no_draft_vocabulary(common: dict[str, Any], tmp_path
 
 
 @pytest.mark.slow
-def test_a_head_reads_the_streams_that_it_taps(common: dict[str, Any], tmp_path: Path) -> None:
-    path = changed(common, tmp_path / "other", tap=[1, 4, 5])
+def test_taps_of_the_head_are_kept(common: dict[str, Any], tmp_path: Path) -> None:
+    path = write_changed_head(common, tmp_path / "other", tap=[1, 4, 5])
     run(TrainOptions(out=tmp_path / "out", tokens=300, finetune=True, **{**common, "head": path}))
     assert read_head(tmp_path / "out").spec.tap == (1, 4, 5)
     assert [each.name[-6:] for each in (tmp_path / "out.training").glob("cache-*")] == ["-1-4-5"]
-    unnamed = changed(common, tmp_path / "unnamed", tap=[])
+    unnamed = write_changed_head(common, tmp_path / "unnamed", tap=[])
     model = load_model(common["model"], EngineConfig(backend="reference", dtype="float32", threads=1))
     frozen_model = make_frozen_model(model, EngineConfig(backend="reference", dtype="float32", threads=1), "eagle3")
     assert initial_head(frozen_model, read_head(unnamed)).spec.tap == (2, 3, 4), "the paper's"

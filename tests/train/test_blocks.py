@@ -1,4 +1,4 @@
-"""A block drafter in training computes what it computes at run time, behind every anchor."""
+"""Block drafters in training: same output as at run time, int8 export, resumed runs, anchors."""
 
 import json
 from dataclasses import replace
@@ -24,7 +24,7 @@ from headstart.train.torch_weights import build_modules
 
 
 @pytest.mark.parametrize("change", [{}, {"causal": False}, {"windows": (0, 6), "causal_windows": True}])
-def test_blocks_are_drafted_as_at_run_time(change: dict[str, object]) -> None:
+def test_training_blocks_equal_the_run_time_blocks(change: dict[str, object]) -> None:
     model = support.tiny_model("llama", num_hidden_layers=7)
     frozen_model = make_frozen_model(model, EngineConfig(dtype="float64", threads=1), "block", 4)
     sizes = {"vocab_size": support.VOCAB, "draft_vocab_size": 50, "mask_token_id": support.EOS}
@@ -76,13 +76,13 @@ def test_heads_are_written_in_int8(tmp_path: Path, kind: str, columns: int) -> N
         "a.weight": "I8", "a.weight_scale": "F16", "norm.weight": "BF16",
     }  # fmt: skip
     found = torch.from_numpy(read_head(tmp_path / "head").tensors["a.weight"].float32())
-    # half a step of the row's largest value, and what float16 keeps of the step
+    # half a quantization step of the row, plus float16 rounding of the scale
     assert ((found - matrix).abs().amax(-1) <= matrix.abs().amax(-1) * 0.01 + 1e-5).all()
 
 
 @pytest.mark.slow
-def test_a_run_that_an_older_version_began_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its taps are normed one by one, and its block is the trunk's."""
+def test_run_of_an_older_version_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Older versions norm each tap and use the trunk's block."""
     config, arrays = support.family_of("llama").tiny(num_hidden_layers=5)
     model, texts = support.write_model(tmp_path / "model", config, support.soften(arrays, 0.1)), tmp_path / "t.jsonl"
     words = np.random.default_rng(1).choice(["the", "other", "thing", "in", "then", "ant"], (30, 40))
@@ -107,7 +107,7 @@ def test_a_run_that_an_older_version_began_goes_on(tmp_path: Path, monkeypatch: 
     assert "tap_norms.weight" not in read_head(Path(anew.data["out"])).tensors
 
 
-def test_other_anchors_each_time() -> None:
+def test_anchors_depend_on_the_seed() -> None:
     loss = torch.ones(1, 200, dtype=torch.bool)
     first, again, other = (choose_anchors(loss, 4, 0.5, seed) for seed in (1, 1, 2))
     assert torch.equal(first.anchors, again.anchors) and not torch.equal(first.anchors, other.anchors)

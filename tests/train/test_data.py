@@ -1,4 +1,4 @@
-"""`headstart data`: text at hand, prompts of the model's own, shards that survive, runs that go on."""
+"""`headstart data`: text folders, prompts, shards, resumed runs, and data for `headstart train`."""
 
 import json
 import math
@@ -30,7 +30,7 @@ from headstart.train.records import (
 from headstart.train.self_distillation import DataOptions, run
 
 
-def test_trees_of_text(tmp_path: Path) -> None:
+def test_text_folders_are_read_by_kind(tmp_path: Path) -> None:
     docs = tmp_path / "docs"
     (docs / ".git").mkdir(parents=True)
     (docs / ".git" / "notes.txt").write_text("hidden " * 100)
@@ -41,7 +41,7 @@ def test_trees_of_text(tmp_path: Path) -> None:
     pieces = list(read_tree(docs))
     assert {piece.kind for piece in pieces} == {"code", "prose"} and all(piece.source == "docs" for piece in pieces)
     assert all(120 <= len(text.split()) <= 350 for text, _ in passages(pieces))
-    assert [piece.source for piece in read_tree(docs / ".git")] == [".git"]  # asked for by name
+    assert [piece.source for piece in read_tree(docs / ".git")] == [".git"]  # hidden folders are read if named
     (tmp_path / "empty").mkdir()
     with pytest.raises(UsageError, match="no text"):
         list(read_tree(tmp_path / "empty"))
@@ -53,10 +53,10 @@ GERMAN = "Der Zug nach Wien hat heute eine halbe Stunde Verspätung. Die Leute w
 FRENCH = "Le train pour Lyon est en retard de dix minutes. Les gens attendent sur le quai et ne sont pas contents. "
 
 
-def test_text_in_other_languages_is_there_to_translate(tmp_path: Path) -> None:
+def test_foreign_text_is_used_for_translation_only(tmp_path: Path) -> None:
     for name, text in (("de", GERMAN), ("fr", FRENCH), ("en", "The train to Bristol is late and people wait for it. ")):
         (tmp_path / f"{name}.txt").write_text("\n\n".join([text * 5] * 9))
-    (tmp_path / "table.md").write_text("| 1 | alpha | beta | gamma | delta |\n" * 50)  # no words of any language
+    (tmp_path / "table.md").write_text("| 1 | alpha | beta | gamma | delta |\n" * 50)  # text of no language
     pieces = list(read_tree(tmp_path))
     foreign = [given for given, _ in foreign_passages(pieces)]
     assert {each.language for each in foreign} == {"German", "French"}
@@ -64,7 +64,7 @@ def test_text_in_other_languages_is_there_to_translate(tmp_path: Path) -> None:
     assert not any("Zug" in text or "quai" in text for text, _ in passages(pieces))
 
 
-def test_long_files_are_cut_at_line_ends() -> None:
+def test_long_files_are_split_at_line_ends() -> None:
     text = "".join(f"line {i} of a long file\n" for i in range(2000))
     pieces = list(cut_text(text))
     assert "".join(pieces) == text and len(pieces) > 5 and all(piece.endswith("\n") for piece in pieces)
@@ -79,11 +79,11 @@ def test_long_files_are_cut_at_line_ends() -> None:
     ("broken \ufffd character in the middle of this", False),
     ("xkcd qwfp zxcv arst neio", False),
 ])  # fmt: skip
-def test_what_is_a_prompt(text: str, good: bool) -> None:
+def test_usable_prompts(text: str, good: bool) -> None:
     assert is_usable(text, "en") is good
 
 
-def test_shards_mend_a_cut_line_and_keep_keys(tmp_path: Path) -> None:
+def test_shards_repair_a_cut_line_and_keep_keys(tmp_path: Path) -> None:
     with Shards(tmp_path, "x", per_shard=3) as shards:
         assert all(shards.append({"key": str(i), "text": "ä"}) for i in range(7)) and not shards.append({"key": "3"})
     files = sorted(tmp_path.glob("*.jsonl"))
@@ -100,7 +100,7 @@ def test_shards_mend_a_cut_line_and_keep_keys(tmp_path: Path) -> None:
             Shards(tmp_path, "x")
 
 
-def test_lines_of_other_layouts(tmp_path: Path) -> None:
+def test_other_record_layouts_are_read(tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
     turns = [("system", "s"), ("human", "q"), ("gpt", "a")]
     lines: list[dict[str, Any]] = [
@@ -119,12 +119,12 @@ def test_lines_of_other_layouts(tmp_path: Path) -> None:
     assert [prompt.messages[-1]["content"] for prompt in prompts] == ["q", "user", "q"]
 
 
-STRANGE = ('{"a":' * 20_000, '"x"', '{"messages": [{"role": "user", "content": "\\ud800"}]}', "{")
+MALFORMED = ('{"a":' * 20_000, '"x"', '{"messages": [{"role": "user", "content": "\\ud800"}]}', "{")
 
 
-def test_strange_lines_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_malformed_lines_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "x.jsonl"
-    path.write_text("\n".join(('{"prompt": "q", "response": "a"}', *STRANGE)))
+    path.write_text("\n".join(('{"prompt": "q", "response": "a"}', *MALFORMED)))
     read_records([path], skipped := SkippedRecords())
     generate.read_prompts([path])
     reasons = ["nested too deeply", "not a JSON object", "half of a surrogate pair", "not JSON (Expecting property"]
@@ -143,7 +143,7 @@ def test_token_ids_of_another_model_are_refused(tmp_path: Path) -> None:
     text = ChatTokenizer(llm.tokenizer, llm.chat_template, llm.model.config.vocab_size)
     asked, answer, cut = map(llm.tokenizer.encode, ("the", "an ant", "an ant\u20ac"))
     line = {"prompt": "the", "response": "an ant", "prompt_ids": asked, "response_ids": [*answer, 2]}
-    inside_a_character = {**line, "response_ids": cut[:-1]}  # where a run's time was over
+    inside_a_character = {**line, "response_ids": cut[:-1]}  # as at the time limit of a run
     others = [{**line, "response_ids": asked}, {"prompt_ids": asked, "response_ids": [5, 10**12, 5, 5]}]
     given = [parse_record(each, "x") for each in (line, inside_a_character, *others)]
     examples = encode_records(given, text, skipped := SkippedRecords())
@@ -154,7 +154,7 @@ def test_token_ids_of_another_model_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
-def test_a_full_disk_is_said_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_full_disk_is_reported_and_keeps_the_records(tmp_path: Path) -> None:
     with Shards(tmp_path, "x") as shards:
         shards.append({"key": "a"})
         shards.close()
@@ -175,14 +175,14 @@ def test_a_full_disk_is_said_and_nothing_is_lost(tmp_path: Path) -> None:
     ({"minutes": -1.0}, "above 0"),
     ({"only_prompts": True}, "no prompts"),
 ])  # fmt: skip
-def test_bad_options(tmp_path: Path, changes: dict[str, object], message: str) -> None:
+def test_bad_options_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         run(DataOptions(out=tmp_path / "out", **changes))
 
 
 @pytest.mark.parametrize("out", ["", ".", "here"])
-def test_a_folder_of_other_files_is_left_alone(out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with --out "$UNSET", which is the current folder."""
+def test_folder_with_other_files_is_refused(out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty --out, as from an unset variable, is the current folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "letter.txt").write_text("dear reader")
@@ -191,7 +191,7 @@ def test_a_folder_of_other_files_is_left_alone(out: str, tmp_path: Path, monkeyp
     assert [path.name for path in (tmp_path / "here").iterdir()] == ["letter.txt"]
 
 
-def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
+def test_text_of_other_models_and_missing_inputs_are_refused(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text('{"model": "my-model", "lora": "./sql"}')
     with pytest.raises(UsageError, match=r"holds text of my-model with \./sql, not of my-model"):
         run(DataOptions(model="my-model", out=tmp_path, tokens=10))
@@ -208,7 +208,7 @@ def test_what_cannot_be_used_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def short_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few prompts at once, and short ones: what is asked for is there soon."""
+    """Small waves of short prompts, so that runs end soon."""
     monkeypatch.setattr(self_distillation, "WAVE", 8)
     monkeypatch.setattr(self_distillation, "OWN_ATTEMPTS", 16)
     monkeypatch.setattr(generate, "PROMPT_TOKENS", 64)
@@ -216,7 +216,7 @@ def short_work(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(hub.cached_trunk() is None, reason="run headstart pull")
-def test_a_run_goes_on_and_its_text_can_be_trained_on(tmp_path: Path, short_work: None) -> None:
+def test_run_is_resumed_and_its_records_are_valid(tmp_path: Path, short_work: None) -> None:
     docs, out = tmp_path / "docs", tmp_path / "out"
     docs.mkdir()
     (docs / "a.md").write_text("A guide about towns and rivers. " * 22)
@@ -236,7 +236,7 @@ def test_a_run_goes_on_and_its_text_can_be_trained_on(tmp_path: Path, short_work
     assert all(0 < len(line["response_ids"]) <= 12 for line in lines)
 
 
-def _tiny(folder: Path, *, template: bool) -> str:
+def _tiny_model(folder: Path, *, template: bool) -> str:
     path = write_tiny("mimo", folder / "model")
     if not template:
         settings = json.loads((path / "tokenizer_config.json").read_text())
@@ -246,23 +246,25 @@ def _tiny(folder: Path, *, template: bool) -> str:
     return str(path)
 
 
-def test_what_is_in_the_making_at_the_end_of_the_time_is_kept(
+def test_unfinished_answers_are_kept_at_the_time_limit(
     tmp_path: Path, short_work: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Answers of 200 tokens, and time for some steps: without this, nothing would be there."""
+    """The time suffices for some steps of 200-token answers."""
     monkeypatch.setattr(self_distillation, "time", SimpleNamespace(monotonic=count(1.0).__next__))
-    report = run(DataOptions(model=_tiny(tmp_path, template=True), out=tmp_path / "out", minutes=1.0, max_tokens=200))
+    report = run(
+        DataOptions(model=_tiny_model(tmp_path, template=True), out=tmp_path / "out", minutes=1.0, max_tokens=200)
+    )
     assert report.ok
     lines = list(map(json.loads, (tmp_path / "out" / "answers-00000.jsonl").read_text().splitlines()))
     assert any(line["finish_reason"] == "length" and len(line["response_ids"]) < 200 for line in lines)
     assert report.data["answer_tokens"] == sum(len(line["response_ids"]) for line in lines)
 
 
-def test_no_answers_are_a_failure_with_a_reason(
+def test_run_without_answers_fails_with_a_reason(
     tmp_path: Path, short_work: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(generate, "is_usable", lambda text, language: False)
-    model = _tiny(tmp_path, template=False)
+    model = _tiny_model(tmp_path, template=False)
     assert main(["data", model, "--out", str(tmp_path / "out"), "--tokens", "50"]) == 1
     assert "nothing was written: the model has no chat template" in capsys.readouterr().out
     assert main(["train", model, "--out", str(tmp_path / "head"), "--tokens", "50"]) == 2
@@ -273,10 +275,18 @@ def test_no_answers_are_a_failure_with_a_reason(
     "--kind magic", "--depth 99", "--modules 9", "--draft-vocab 0", "--seed -1", "--threads 0", "--threads -3",
     "--device tpu", "--head x",
 ])  # fmt: skip
-def test_wrong_options_of_train_leave_nothing(wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_of_train_write_no_files(wrong: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = tmp_path / "data.jsonl"
     data.write_text('{"text": "some text to learn from, again and again and again"}\n')
-    arguments = [_tiny(tmp_path, template=True), "--data", str(data), "--out", str(tmp_path / "head"), "--tokens", "99"]
+    arguments = [
+        _tiny_model(tmp_path, template=True),
+        "--data",
+        str(data),
+        "--out",
+        str(tmp_path / "head"),
+        "--tokens",
+        "99",
+    ]
     assert main(["train", *arguments, *wrong.split()]) == 2 and not (tmp_path / "head.training").exists()
     assert "headstart: error: " in capsys.readouterr().err
 
@@ -284,14 +294,14 @@ def test_wrong_options_of_train_leave_nothing(wrong: str, tmp_path: Path, capsys
 def test_data_without_records_is_refused_before_torch_is_imported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "headstart.train.run", None)  # importing it fails
+    monkeypatch.setitem(sys.modules, "headstart.train.run", None)  # makes its import fail
     (tmp_path / "data").mkdir()
-    words = ["train", _tiny(tmp_path, template=True), "--out", str(tmp_path / "head"), "--tokens", "99", "--data"]
+    words = ["train", _tiny_model(tmp_path, template=True), "--out", str(tmp_path / "head"), "--tokens", "99", "--data"]
     assert main([*words, str(tmp_path / "data")]) == 2
     assert "data holds no .jsonl file" in capsys.readouterr().err
 
 
-def test_training_without_torch_says_what_is_missing(
+def test_training_without_torch_names_the_missing_package(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -301,14 +311,14 @@ def test_training_without_torch_says_what_is_missing(
 
 
 @pytest.mark.slow
-def test_training_without_text_writes_its_own(
+def test_training_without_text_generates_text(
     tmp_path: Path, short_work: None, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tiny model stands in for the default one; what it writes passes for text."""
-    monkeypatch.setattr(hub, "DEFAULT_MODEL", _tiny(tmp_path, template=True))
+    """A tiny model replaces the default one, and all its output counts as usable."""
+    monkeypatch.setattr(hub, "DEFAULT_MODEL", _tiny_model(tmp_path, template=True))
     monkeypatch.setattr(generate, "is_usable", lambda text, language: True)
     out = tmp_path / "head"
     code = main(["train", "--out", str(out), "--tokens", "500", "--threads", "1", "--json"])
-    assert code in (0, 1)  # so short a run makes no head that pays
+    assert code in (0, 1)  # the head of so short a run may not pay
     assert json.loads(capsys.readouterr().out)["tokens"] >= 500
     assert json.loads((tmp_path / "head.training" / "text" / "manifest.json").read_text())["answer_tokens"] >= 500

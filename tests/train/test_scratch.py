@@ -1,4 +1,4 @@
-"""Models from nothing: every family trains head and all, and the result is a checkpoint like any other."""
+"""`train --from-scratch`: recurrences in chunks, gradients of every family, trained checkpoints, refused options."""
 
 import json
 from pathlib import Path
@@ -33,8 +33,8 @@ def tokens_of(rows: int, length: int) -> Any:
     return torch.from_numpy(np.random.default_rng(0).integers(0, support.VOCAB, (rows, length)))
 
 
-def walked(step: Step, rows: Any, state: Any) -> Any:
-    """The recurrence as it runs: row by row."""
+def run_recurrence(step: Step, rows: Any, state: Any) -> Any:
+    """Output of the recurrence, row by row as at run time."""
     outputs = []
     for t in range(rows.shape[1]):
         state, made = step(state, rows[:, t])
@@ -44,31 +44,31 @@ def walked(step: Step, rows: Any, state: Any) -> Any:
 
 @pytest.mark.parametrize(("tiled", "by_channel"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("length", [1, 63, 150])
-def test_chunks_are_the_recurrence(tiled: bool, by_channel: bool, length: int) -> None:
+def test_chunked_gated_delta_equals_the_recurrence(tiled: bool, by_channel: bool, length: int) -> None:
     spec = DeltaSpec(2, 6, 12, 8, tiled, by_channel)
     generator = torch.Generator().manual_seed(length)
     qkv = torch.randn(2, length, spec.channels, dtype=torch.float64, generator=generator)
     decay = -2 * torch.rand(2, length, spec.num_decays, dtype=torch.float64, generator=generator)
     strength = torch.randn(2, length, 6, dtype=torch.float64, generator=generator)
     state = torch.zeros(2, *spec.state_shape, dtype=torch.float64)
-    expected = walked(delta_step(spec), torch.cat((qkv, decay, strength), -1), state)
+    expected = run_recurrence(delta_step(spec), torch.cat((qkv, decay, strength), -1), state)
     torch.testing.assert_close(recurrent.gated_delta(qkv, decay, strength, spec), expected, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.parametrize("length", [1, 150])
-def test_chunks_are_the_scan(length: int) -> None:
+def test_chunked_selective_scan_equals_the_recurrence(length: int) -> None:
     spec, generator = ScanSpec(2, 6, 12, 8), torch.Generator().manual_seed(length)
     xbc = torch.randn(2, length, spec.channels, dtype=torch.float64, generator=generator)
     steps = torch.rand(2, length, 6, dtype=torch.float64, generator=generator)
     rate, skip = -torch.rand(6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
     state = torch.zeros(2, *spec.state_shape, dtype=torch.float64)
-    expected = walked(scan_step(spec, rate, skip), torch.cat((xbc, steps), -1), state)
+    expected = run_recurrence(scan_step(spec, rate, skip), torch.cat((xbc, steps), -1), state)
     torch.testing.assert_close(recurrent.selective_scan(xbc, steps, rate, skip, spec), expected, rtol=1e-12, atol=1e-13)
 
 
-def test_the_convolution_is_the_one_that_runs() -> None:
+def test_causal_conv_equals_the_recurrence() -> None:
     spec, x, weight = ConvSpec(5, 4), torch.randn(2, 9, 5), torch.randn(20)
-    expected = walked(conv_step(weight, spec), x, torch.zeros(2, 3, 5))
+    expected = run_recurrence(conv_step(weight, spec), x, torch.zeros(2, 3, 5))
     torch.testing.assert_close(recurrent.causal_conv(x, weight, spec), expected)
 
 
@@ -76,22 +76,21 @@ FIXED = (
     ".q_conv1d.weight", ".k_conv1d.weight", ".v_conv1d.weight", "e_score_correction_bias", ".router_bias",
     ".ffn.gate.bias", ".ffn.gate.tid2eid", ".expert_bias", ".layer_scalar", ".mlp.gate.bias", ".global_scale",
     ".ple.conv1d.weight",
-    "layers.0.self_attention_res_norm.weight", "layers.0.self_attention_res_proj.weight",  # of a single sum
+    "layers.0.self_attention_res_norm.weight", "layers.0.self_attention_res_proj.weight",  # attention over a single sum
 )  # fmt: skip
 INDEXER = (".indexer.", ".index_")
 
 
 def loss_config(family: str) -> LossConfig:
-    """A head whose indexer selects windows learns one step."""
+    """Loss of one draft step for heads whose indexer selects windows."""
     return LossConfig(steps=(1.0,)) if family in ("glm5_next", "qwen4_exp") else LossConfig()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", support.FAMILIES)
-def test_every_tensor_learns(family: str) -> None:
-    """Gradients reach all that takes part in the forward; a bias of the choice of experts, an indexer, a layer's scalar
-    (fixed in transformers too) and the convolutions of Kimi delta attention and of memories (made outside torch) take
-    none."""
+def test_every_tensor_gets_a_gradient(family: str) -> None:
+    """Exceptions: router biases, indexers, layer scalars (fixed in transformers too), and the convolutions of Kimi
+    delta attention and of memories, which run outside torch."""
     model = tiny_model(family)
     loss, head_loss, _ = model.losses(tokens_of(3, 40), loss_config(family))
     (loss + head_loss).backward()
@@ -108,7 +107,7 @@ MAMBA2 = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", MAMBA2)
-def test_every_tensor_of_a_relative_with_mamba2_learns(family: str) -> None:
+def test_every_trunk_tensor_of_mamba2_families_gets_a_gradient(family: str) -> None:
     model = ScratchModel(family, support.family_of(family), MAMBA2[family], torch.float64)
     model.losses(tokens_of(3, 40), LossConfig())[0].backward()
     trunk = {name: each for name, each in model.masters.items() if "mtp" not in name and "head." not in name}
@@ -117,8 +116,8 @@ def test_every_tensor_of_a_relative_with_mamba2_learns(family: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", support.FAMILIES)
-def test_gradients_are_those_of_the_loss(family: str) -> None:
-    """Along the gradient of the trunk's loss, the loss falls as the gradient says."""
+def test_gradients_match_finite_differences(family: str) -> None:
+    """A small step along the gradient lowers the trunk's loss by the predicted amount."""
     model = tiny_model(family)
     for each in model.masters.values():
         each.data = each.data.double()
@@ -149,7 +148,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_it_learns_and_its_head_drafts(trained: Path) -> None:
+def test_trained_model_learns_the_text_and_its_head_drafts(trained: Path) -> None:
     assert json.loads((trained / "training.json").read_text())["held_out_loss"] < 0.5
     llm = LLM(str(trained), EngineConfig(depth=3))
     (found,) = llm.generate(["the other thing"], SamplingParams(max_tokens=40))
@@ -157,7 +156,7 @@ def test_it_learns_and_its_head_drafts(trained: Path) -> None:
     assert found.speculation.acceptance_length > 2
 
 
-def test_text_of_files_folders_and_records(tmp_path: Path) -> None:
+def test_documents_of_files_folders_and_records_are_read(tmp_path: Path) -> None:
     (tmp_path / "tree").mkdir()
     (tmp_path / "tree" / "a.py").write_text("x = 1\n" * 60)
     pair = {"prompt": "What?", "response": "That."}
@@ -168,7 +167,7 @@ def test_text_of_files_folders_and_records(tmp_path: Path) -> None:
     assert sum(len(record.text) for record in plain_text.read_documents((), skipped)) > 1_000_000
 
 
-def test_batches_hold_every_document_once_in_a_round() -> None:
+def test_batches_contain_every_document_once_per_epoch() -> None:
     found = scratch.token_batches([np.full(50, number, np.int32) for number in range(8)], 2, 25, 0)
     rounds = [[next(found) for _ in range(8)] for _ in range(2)]
     for each in rounds:
@@ -182,13 +181,13 @@ def test_batches_hold_every_document_once_in_a_round() -> None:
     ({"data": (Path("nowhere"),)}, "nowhere does not exist"),
     ({"out": Path()}, "exists"),
 ])  # fmt: skip
-def test_what_cannot_work_is_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_impossible_options_are_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     options = {"from_scratch": "mimo", "out": tmp_path / "model", "tokens": 100, **changes}
     with pytest.raises(UsageError, match=message):
         run(ScratchOptions(**options))
 
 
-def test_too_little_text(tmp_path: Path) -> None:
+def test_too_little_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "poem.txt").write_text(POEM * 10)
     with pytest.raises(UsageError, match="too few to learn from"):
         run(ScratchOptions(from_scratch="mimo", out=tmp_path / "model", tokens=100, data=(tmp_path / "poem.txt",)))
@@ -201,7 +200,7 @@ def test_too_little_text(tmp_path: Path) -> None:
     (["--restart"], "--restart does not go"),
     (["some/model"], "some/model does not go"),
 ])  # fmt: skip
-def test_options_of_heads_are_refused(
+def test_head_options_are_refused_from_scratch(
     words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", *words, "--from-scratch", "mimo", "--out", str(tmp_path / "model"), "--tokens", "1000"]) == 2

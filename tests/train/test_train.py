@@ -1,4 +1,4 @@
-"""Training of heads: what is trained is what runs, it learns, it resumes, and bad data is named."""
+"""Training of heads: equality with run time, learning, resumed runs, data."""
 
 import errno
 import json
@@ -51,13 +51,13 @@ SPECS = [
 WORDS = ["the", "other", "thin", "thing", "in", "tower", "then", "hears", "an", "aunt", "or", "ant", "out", "there"]
 
 
-# The unrolled forward is the run-time forward.
+# The unrolled forward equals the run-time forward.
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5", "mimo_v2_flash", "deepseek_v32", "minimax_m3"])
-def test_unrolled_forward_is_the_run_time_forward(spec: HeadSpec, family: str) -> None:
+def test_unrolled_forward_equals_the_run_time_forward(spec: HeadSpec, family: str) -> None:
     changes = {"mimo_v2_flash": {"sliding_window": 3}, "deepseek_v32": {"index_topk": 4}}
     changes |= {"minimax_m3": {"index_n_heads": 1, "index_block_size": 2, "index_topk_blocks": 2}}
     model = support.tiny_model(family, **changes.get(family, {}))
@@ -69,7 +69,7 @@ def test_unrolled_forward_is_the_run_time_forward(spec: HeadSpec, family: str) -
     embedding = model.decoder.embedding
     ours = unroll(head.modules, spec, embedding, hidden, torch.from_numpy(tokens), depth)
 
-    identity = Linear(torch.eye(width, dtype=torch.float64))  # so that `logits` is y itself
+    identity = Linear(torch.eye(width, dtype=torch.float64))  # makes `logits` equal to y
     for b in range(2):
         for origin in range(length - depth):
             row = tokens[b].tolist()
@@ -82,7 +82,7 @@ def test_unrolled_forward_is_the_run_time_forward(spec: HeadSpec, family: str) -
             out = outs[0]
             for step in range(1, depth + 1):
                 if step > 1:
-                    # rows of a module follow each other: its true pairs, then its draft steps
+                    # A module's rows are its true pairs, followed by its draft steps.
                     start = origin + 2 + spec.rows_before(step - 1)
                     plan = support.plan_at(start, [row[origin + step]], first_position=1)
                     out = model.backend.run(programs[spec.module_of(step - 1)], plan, hidden=out["hidden"][-1:])
@@ -90,8 +90,8 @@ def test_unrolled_forward_is_the_run_time_forward(spec: HeadSpec, family: str) -
 
 
 @pytest.mark.parametrize("family", ["llama", "glm4_moe", "deepseek_v3", "glm_moe_dsa", "qwen3_5"])
-def test_trunk_over_whole_sequences_is_the_engine(family: str) -> None:
-    """The hidden states that are cached are those the engine computes, and so is their argmax."""
+def test_trunk_over_whole_sequences_equals_the_engine(family: str) -> None:
+    """The argmax of the cached hidden states is the engine's next token."""
     model = support.tiny_model(family)
     frozen_model = make_frozen_model(model, EngineConfig(dtype="float64", threads=1))
     prompt = support.prompt_of(20, 3)
@@ -103,7 +103,7 @@ def test_trunk_over_whole_sequences_is_the_engine(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
-def test_own_heads_that_training_cannot_continue_are_named_before_the_model_is_loaded(
+def test_untrainable_native_heads_are_refused_before_loading(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = write_model(tmp_path / "model", *support.family_of(family).tiny())
@@ -124,8 +124,8 @@ def test_heads_without_a_block_fit_any_trunk(family: str, tmp_path: Path) -> Non
     assert read_head(tmp_path / "head").spec == frozen_model.spec
 
 
-def test_eagle3_unrolled_is_the_run_time_forward() -> None:
-    """As above for a head that fuses streams at the first step and reads the recycled vector later."""
+def test_unrolled_eagle3_equals_the_run_time_forward() -> None:
+    """EAGLE-3 fuses the tapped streams in the first step and reads its own output in later ones."""
     model = support.tiny_model("llama")
     head = support.make_eagle3(model, (0, 1, 2))
     module, embedding = head.modules[0], model.decoder.embedding
@@ -147,7 +147,7 @@ def test_eagle3_unrolled_is_the_run_time_forward() -> None:
             torch.testing.assert_close(ours[step - 1][0, origin], out["logits"][-1], rtol=0, atol=1e-9)
 
 
-def test_loss_and_its_gradient() -> None:
+def test_loss_and_gradient_match_the_formula() -> None:
     torch.manual_seed(0)
     num, width, vocab, rank, terms = 7, 5, 11, 3, LossTerms(top1=0.4, variation=0.7)
     lm_head = torch.randn(vocab, width, dtype=torch.float64)
@@ -168,7 +168,7 @@ def test_loss_and_its_gradient() -> None:
     torch.testing.assert_close(found, torch.autograd.grad(each @ weight, (y, before, out)))
 
 
-def test_candidates_are_the_likely_tokens_and_random_others_that_stand_for_the_rest() -> None:
+def test_candidates_are_likely_tokens_and_a_weighted_random_sample() -> None:
     torch.manual_seed(0)
     lm_head, hidden = torch.randn(300, 4), 3 * torch.randn(9, 4)
     best = (hidden @ lm_head.T).argmax(-1)
@@ -182,14 +182,14 @@ def test_candidates_are_the_likely_tokens_and_random_others_that_stand_for_the_r
     torch.testing.assert_close(part.probs[:, alone], whole.probs[:, found.ids[alone]], rtol=0.1, atol=0.1)
 
 
-def test_states_before_the_final_norm_are_found_again() -> None:
+def test_states_before_the_final_norm_are_recovered_up_to_scale() -> None:
     torch.manual_seed(0)
     norm, own = RMSNorm(torch.randn(8), 1e-6), RMSNorm(torch.rand(8) + 0.5, 1e-6)
     ops, stream = TrainOps(torch.device("cpu"), torch.float32), 7 * torch.randn(3, 5, 8)
     torch.testing.assert_close(own(ops, before_norm(norm(ops, stream), norm.weight)), own(ops, stream))
 
 
-# It learns, and the engine can use it.
+# Learning, and use by the engine.
 
 
 def write_texts(path: Path, count: int = 60) -> Path:
@@ -212,7 +212,7 @@ def tiny_folder(tmp_path: Path, softness: float = 0.3, layers: int = 2) -> Path:
 
 @pytest.mark.slow
 def test_training_raises_held_out_acceptance(tmp_path: Path) -> None:
-    frozen_model, data = objects(tmp_path, softness=0.1)
+    frozen_model, data = frozen_model_and_data(tmp_path, softness=0.1)
     trainer = new_trainer(frozen_model, data, vocab=support.VOCAB, tokens=20_000)
     before = trainer.evaluate(data.held_out, data.features)["all"]
     hooks = TrainingHooks(on_checkpoint=lambda _: None, on_evaluation=lambda *_: False, on_step=lambda _: None)
@@ -223,7 +223,7 @@ def test_training_raises_held_out_acceptance(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", trained_kinds())
-def test_from_prompts_to_a_head_that_the_engine_runs(tmp_path: Path, kind: str) -> None:
+def test_head_trained_from_prompts_drafts_in_the_engine(tmp_path: Path, kind: str) -> None:
     folder, prompts = tiny_folder(tmp_path, 0.1, {"eagle3": 7, "block": 4}.get(kind, 2)), tmp_path / "prompts.jsonl"
     asked = np.random.default_rng(2).choice(WORDS, (40, 3))
     prompts.write_text("".join(json.dumps({"prompt": " ".join(words)}) + "\n" for words in asked))
@@ -239,7 +239,7 @@ def test_from_prompts_to_a_head_that_the_engine_runs(tmp_path: Path, kind: str) 
     ids = head.draft_token_ids
     assert ids is not None and len(ids) == 100 and support.EOS in ids
     assert report.data["tokens"] >= 40_000
-    # the file is that of the best evaluation; on so soft a trunk the other kinds may be best as they begin
+    # The file holds the best evaluation, which for kinds other than mtp may be the first one on so soft a trunk.
     assert head.training["tokens"] in ((report.data["tokens"],) if kind == "mtp" else (0, report.data["tokens"]))
     assert "F32" not in {tensor.dtype for tensor in head.tensors.values()}
 
@@ -258,8 +258,8 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_5"])
-def test_a_published_layout_holds_what_is_trained_whatever_the_trunks_block_has(tmp_path: Path, family: str) -> None:
-    """A scaled or a partial rope, norms of q and k, a gate."""
+def test_trained_eagle3_heads_fit_the_published_layout(tmp_path: Path, family: str) -> None:
+    """The trunk's block may have scaled or partial RoPE, norms of q and k, or a gate."""
     changes = {"rope_parameters": LLAMA3} if family == "llama" else {}
     config, arrays = support.family_of(family).tiny(num_hidden_layers=8, **changes)
     model, texts = write_model(tmp_path / "model", config, arrays), write_texts(tmp_path / "t.jsonl", 12)
@@ -269,7 +269,7 @@ def test_a_published_layout_holds_what_is_trained_whatever_the_trunks_block_has(
     assert load_model(str(model), EngineConfig(head=head, threads=1, backend="reference")).head.spec.kind == "eagle3"
 
 
-def objects(tmp_path: Path, softness: float = 0.3) -> tuple[FrozenModel, TrainingData]:
+def frozen_model_and_data(tmp_path: Path, softness: float = 0.3) -> tuple[FrozenModel, TrainingData]:
     model = support.tiny_model("llama", "float32", softness, num_hidden_layers=2)
     frozen_model = make_frozen_model(model, EngineConfig(backend="reference", dtype="float32", threads=1))
     return frozen_model, prepare_data(frozen_model, [write_texts(tmp_path / "t.jsonl")], tmp_path, 0, None, None)
@@ -289,12 +289,12 @@ def new_trainer(frozen_model: FrozenModel, data: TrainingData, vocab: int = 64, 
 
 
 @pytest.mark.slow
-def test_a_head_that_does_not_pay_is_called_so_and_a_better_one_is_kept(tmp_path: Path) -> None:
+def test_head_that_does_not_pay_is_reported_and_a_better_head_is_kept(tmp_path: Path) -> None:
     folder, texts = tiny_folder(tmp_path, 1.0), write_texts(tmp_path / "t.jsonl", 60)
     common: dict[str, Any] = {"model": str(folder), "out": tmp_path / "head", "data": (texts,), "threads": 1}
     report = run(TrainOptions(tokens=8_000, draft_vocab=100, **common))
     gain = report.data["gain"]
-    # nearly every draft of this head is wrong, and each step pays for it
+    # Nearly every draft of this head is rejected.
     assert gain["acceptance_length"] < gain["needed_acceptance_length"] and gain["predicted_speedup"] < 1
     assert gain["measured_speedup"]["median"] < 1 and not report.ok
     assert any("DOES NOT PAY" in line for line in report.lines)
@@ -309,29 +309,29 @@ def test_a_head_that_does_not_pay_is_called_so_and_a_better_one_is_kept(tmp_path
 
 
 @pytest.mark.slow
-def test_fine_tuning_begins_where_the_head_stands(tmp_path: Path) -> None:
+def test_fine_tuning_starts_from_the_acceptance_of_the_head(tmp_path: Path) -> None:
     folder, texts = tiny_folder(tmp_path, 0.5), write_texts(tmp_path / "t.jsonl", 60)
     common: dict[str, Any] = {"model": str(folder), "data": (texts,), "threads": 1, "draft_vocab": 100,
                               "measure_speedup": False}  # fmt: skip
     first = run(TrainOptions(out=tmp_path / "first", tokens=12_000, **common))
-    again = run(TrainOptions(out=tmp_path / "again", tokens=300, finetune=True, head=tmp_path / "first", **common))
-    rows = [json.loads(line) for line in Path(again.data["log"]).read_text().splitlines()]
+    finetuned = run(TrainOptions(out=tmp_path / "again", tokens=300, finetune=True, head=tmp_path / "first", **common))
+    rows = [json.loads(line) for line in Path(finetuned.data["log"]).read_text().splitlines()]
     start, end = rows[0]["held_out"]["all"]["length"], first.data["held_out"]["all"]["length"]
-    assert start == pytest.approx(end, abs=0.1)  # rounded as it was written; a new head starts near 1
+    assert start == pytest.approx(end, abs=0.1)  # the file is rounded; a new head starts near 1
     with pytest.raises(ModelError, match="no head of kind mtp to fine-tune"):
         run(TrainOptions(out=tmp_path / "none", tokens=300, finetune=True, **common))
     with pytest.raises(UsageError, match="add --finetune"):
         run(TrainOptions(out=tmp_path / "none", tokens=300, head=tmp_path / "first", **common))
 
 
-def test_short_runs_take_smaller_batches() -> None:
+def test_short_runs_use_smaller_batches() -> None:
     bounds = ({"minutes": 1.0}, {"minutes": 60.0}, {"minutes": 600.0}, {"tokens": 1_500_000})
     sizes = [batch_tokens(TrainOptions(model="m", out=Path("head"), **bound)) for bound in bounds]
     assert sizes == [512, 1320, 2048, 1000]
 
 
-def test_a_share_of_what_was_learned_lies_between_the_start_and_the_end(tmp_path: Path) -> None:
-    frozen_model, data = objects(tmp_path)
+def test_update_share_interpolates_the_weights(tmp_path: Path) -> None:
+    frozen_model, data = frozen_model_and_data(tmp_path)
     whole = new_trainer(frozen_model, data, tokens=600)
     part = new_trainer(frozen_model, data, tokens=600, update_share=0.25)
     start = {name: weight.clone() for name, weight in whole.average.items()}
@@ -345,11 +345,11 @@ def test_a_share_of_what_was_learned_lies_between_the_start_and_the_end(tmp_path
 
 
 @pytest.mark.slow
-def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
-    frozen_model, data = objects(tmp_path)
+def test_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
+    frozen_model, data = frozen_model_and_data(tmp_path)
     checkpoint = tmp_path / "checkpoint.pt"
 
-    def go_on(trainer: Trainer, stop_at: int | None) -> None:
+    def train_until(trainer: Trainer, stop_at: int | None) -> None:
         def on_step(each: Trainer) -> None:
             if each.progress.step == stop_at:
                 raise KeyboardInterrupt
@@ -360,17 +360,17 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
         train(trainer, data, hooks)
 
     whole = new_trainer(frozen_model, data, tokens=12_000)
-    go_on(whole, None)
+    train_until(whole, None)
     for stop_at in (5, 20):
         broken = new_trainer(frozen_model, data, tokens=12_000)
         if stop_at > 5:
             broken.load_state(torch.load(checkpoint))
         with pytest.raises(KeyboardInterrupt):
-            go_on(broken, stop_at)
+            train_until(broken, stop_at)
     last = new_trainer(frozen_model, data, tokens=12_000)
     last.load_state(torch.load(checkpoint))
     assert last.progress.step == 20
-    go_on(last, None)
+    train_until(last, None)
     assert last.progress.step == whole.progress.step
     for name, weight in whole.masters.items():
         assert torch.equal(weight, last.masters[name]), name
@@ -378,7 +378,7 @@ def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_of_the_command_goes_on_and_takes_up_new_data(tmp_path: Path) -> None:
+def test_run_is_continued_with_new_data(tmp_path: Path) -> None:
     texts, folder = write_texts(tmp_path / "texts.jsonl", 30), tiny_folder(tmp_path)
     common: dict[str, Any] = {"model": str(folder), "out": tmp_path / "head", "depth": 1, "threads": 1,
                               "measure_speedup": False}  # fmt: skip
@@ -392,7 +392,7 @@ def test_a_run_of_the_command_goes_on_and_takes_up_new_data(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_said_and_the_run_goes_on_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_reported_and_the_run_can_be_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts, folder = write_texts(tmp_path / "texts.jsonl", 30), tiny_folder(tmp_path)
     options = TrainOptions(
         model=str(folder), data=(texts,), out=tmp_path / "head", depth=1, threads=1, tokens=4_000, measure_speedup=False
@@ -412,7 +412,7 @@ def test_a_full_disk_is_said_and_the_run_goes_on_later(tmp_path: Path, monkeypat
 
 
 @pytest.mark.slow
-def test_damaged_files_of_an_earlier_run(tmp_path: Path) -> None:
+def test_damaged_cache_is_rebuilt_and_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
     texts, folder = write_texts(tmp_path / "texts.jsonl", 30), tiny_folder(tmp_path)
     options = TrainOptions(
         model=str(folder), data=(texts,), out=tmp_path / "head", depth=1, threads=1, tokens=2_000, measure_speedup=False
@@ -429,14 +429,14 @@ def test_damaged_files_of_an_earlier_run(tmp_path: Path) -> None:
     assert run(replace(options, resume=False)).data["tokens"] >= 2_000
 
 
-def test_interrupted_feature_shards_leave_nothing(tmp_path: Path) -> None:
-    frozen_model, data = objects(tmp_path)
+def test_feature_cache_is_filled_once_and_leaves_no_temporary_files(tmp_path: Path) -> None:
+    frozen_model, data = frozen_model_and_data(tmp_path)
     cache = FeatureCache(tmp_path / "other", frozen_model.config.hidden_size)
     assert sum(cache.fill(data.training, frozen_model.trunk)) == sum(map(len, data.training))
     assert list(cache.fill(data.training, frozen_model.trunk)) == []
-    again = FeatureCache(tmp_path / "other", frozen_model.config.hidden_size)
+    finetuned = FeatureCache(tmp_path / "other", frozen_model.config.hidden_size)
     example = data.training[0]
-    assert torch.equal(again[example.key].hidden, cache[example.key].hidden)
+    assert torch.equal(finetuned[example.key].hidden, cache[example.key].hidden)
     assert not list((tmp_path / "other").glob("writing-*"))
 
 
@@ -469,7 +469,7 @@ def test_files_without_records_are_refused(tmp_path: Path) -> None:
 
 
 def test_only_answers_carry_loss(tmp_path: Path) -> None:
-    frozen_model, _ = objects(tmp_path)
+    frozen_model, _ = frozen_model_and_data(tmp_path)
     messages = [
         {"role": "user", "content": "one"},
         {"role": "assistant", "content": "the thing"},
@@ -483,7 +483,7 @@ def test_only_answers_carry_loss(tmp_path: Path) -> None:
     assert text == "the thing<|im_end|>an ant<|im_end|>"
 
 
-def test_exact_tokens_are_taken_as_they_are() -> None:
+def test_token_ids_of_records_are_used_unchanged() -> None:
     line = {"prompt": "a", "response": "b", "prompt_ids": [5, 6], "response_ids": [7, 8, 2]}
     (example,) = [records._encode_exact(records.parse_record(line, "x"))]
     assert example.tokens.tolist() == [5, 6, 7, 8, 2] and example.loss.tolist() == [False, True, True, True, False]
@@ -495,13 +495,13 @@ def test_exact_tokens_are_taken_as_they_are() -> None:
     ({"tokens": 0}, "above 0"),
     ({"data": ()}, "text to learn from"),
 ])  # fmt: skip
-def test_options_that_cannot_work(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_impossible_options_are_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     options: dict[str, Any] = {"model": "x", "out": tmp_path / "h", "data": (tmp_path,), "tokens": 5, **change}
     with pytest.raises(UsageError, match=message):
         run(TrainOptions(**options))
 
 
-def test_every_example_is_in_an_epoch_once() -> None:
+def test_epoch_contains_every_example_once() -> None:
     lengths = np.random.default_rng(0).integers(5, 300, 700).tolist()
     plan = plan_epoch(lengths, 1024, seed=3, epoch=1)
     assert sorted(i for batch in plan for i in batch) == list(range(700))
@@ -509,10 +509,10 @@ def test_every_example_is_in_an_epoch_once() -> None:
     assert all(len(batch) * max(lengths[i] for i in batch) <= 1024 for batch in plan)
 
 
-# Answers by the model itself.
+# Answers of the model.
 
 
-def test_answers_resume_and_can_be_trained_on(tmp_path: Path) -> None:
+def test_answers_are_resumed_and_valid_records(tmp_path: Path) -> None:
     model, folder = tiny_folder(tmp_path), tmp_path / "answers"
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps({"kind": "k", "prompt": f"the {word}"}) + "\n" for word in sorted(set(WORDS))))
@@ -535,9 +535,9 @@ def test_answers_resume_and_can_be_trained_on(tmp_path: Path) -> None:
     assert records.read_records([folder], records.SkippedRecords())
 
 
-def test_the_model_answers_every_turn_of_a_conversation_itself(tmp_path: Path) -> None:
-    path, said = tmp_path / "turns.jsonl", [("system", "be in"), ("user", "the"), ("assistant", "!"), ("user", "or")]
-    messages = [{"role": role, "content": content} for role, content in said]
+def test_model_answers_every_turn_of_a_conversation(tmp_path: Path) -> None:
+    path, turns = tmp_path / "turns.jsonl", [("system", "be in"), ("user", "the"), ("assistant", "!"), ("user", "or")]
+    messages = [{"role": role, "content": content} for role, content in turns]
     path.write_text("\n".join(json.dumps(each) for each in ({"messages": messages}, {"turns": ["an", "ant", "in"]})))
     prompts = generate.read_prompts([path])
     assert [(len(each.messages), each.later_questions) for each in prompts] == [(2, ("or",)), (1, ("ant", "in"))]
@@ -558,8 +558,8 @@ def test_the_model_answers_every_turn_of_a_conversation_itself(tmp_path: Path) -
         assert [turn["content"] for turn in list(shards)[1]["messages"][:3]] == ["an", "aunt", "ant"]
 
 
-def test_weights_are_rounded_as_drafts_run() -> None:
-    """About as near to the weights as the native backend's int4, on the same number of levels; gradients pass."""
+def test_int4_rounding_is_as_accurate_as_the_native_backend() -> None:
+    """It has at most 16 levels per group, and gradients pass through."""
     weight = torch.randn(64, 96, generator=torch.Generator().manual_seed(0), requires_grad=True)
     rounded = round_int4(weight)
     rounded.sum().backward()
@@ -576,6 +576,6 @@ def test_weights_are_rounded_as_drafts_run() -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma3n", "gemma4", "deepseek_v4"])
-def test_the_scale_of_a_stream_whose_layers_read_the_token_again_or_that_is_several(family: str) -> None:
+def test_stream_scale_with_per_layer_embeddings_or_several_streams(family: str) -> None:
     model = support.tiny_model(family, "float32")
     assert 0.5 < stream_scale(model.decoder, torch.tensor(support.prompt_of(20, 3))) < 10
