@@ -1,4 +1,4 @@
-"""Lets the tests of this folder import `source`."""
+"""Makes `source` importable for the tests of this folder."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The package's own source, parsed once for the tests of this folder."""
+"""The package's source, parsed once for the tests of this folder."""
 
 import ast
 from functools import cache
@@ -10,13 +10,13 @@ PACKAGE = ROOT / "headstart"
 
 @cache
 def trees() -> dict[str, ast.Module]:
-    """Path relative to the package -> syntax tree."""
+    """Syntax tree of each file, by path relative to the package."""
     paths = sorted(PACKAGE.rglob("*.py"))
     return {str(path.relative_to(PACKAGE)): ast.parse(path.read_text("utf-8")) for path in paths}
 
 
 def imported_modules(path: str, tree: ast.Module) -> list[tuple[str, int]]:
-    """Absolute names of all imports of a file, with lines: also imports inside functions and for type checkers."""
+    """Absolute names and lines of all imports of a file, including those in functions and for type checkers."""
     found = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

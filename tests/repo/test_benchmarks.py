@@ -1,4 +1,4 @@
-"""Benchmarks can be imported, and documents name existing ones."""
+"""Benchmarks can be imported, and documents name existing scripts."""
 
 import re
 import subprocess
@@ -26,7 +26,7 @@ def test_documents_name_files_that_exist(document: str) -> None:
 
 
 @pytest.mark.slow
-def test_all_can_be_imported() -> None:
+def test_benchmarks_can_be_imported() -> None:
     files = [path.relative_to(FOLDER).with_suffix("") for path in FOLDER.rglob("*.py")]
     names = [".".join(each.parts) for each in files if str(each.with_suffix(".py")) not in FOREIGN]
     code = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"

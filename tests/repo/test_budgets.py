@@ -1,4 +1,4 @@
-"""Budgets on what separates readable code from the rest: size, environment variables. Ruff has more (BLE, PLW0603)."""
+"""Limits on file and function length, and the list of environment variables. Ruff checks more (BLE, PLW0603)."""
 
 import ast
 
@@ -31,7 +31,7 @@ def test_function_length() -> None:
 
 
 def test_environment_variables_are_known() -> None:
-    """Reads of os.environ with a literal or a constant named ..._VARIABLE name a variable of the list."""
+    """Names of variables in reads of os.environ, as literals or constants, are in ENVIRONMENT."""
     unknown = []
     for path, tree in trees().items():
         constants = {

@@ -1,4 +1,4 @@
-"""The commands and options that users rely on, frozen: a change here is a change of the outside contract."""
+"""Frozen commands and options: a change here is a change of the public interface."""
 
 import pytest
 
@@ -104,7 +104,7 @@ SECTIONS = {
 
 
 def found_commands(group: CommandGroup, prefix: str = "") -> dict[str, Command | CommandGroup]:
-    """Commands by their full name, those of a group after the group."""
+    """Commands by full name, each group before its commands."""
     found: dict[str, Command | CommandGroup] = {}
     for name, entry in group.commands.items():
         found[prefix + name] = entry
@@ -136,7 +136,7 @@ def test_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -
     assert f"headstart {command}" in shown.partition("Examples:")[2]
 
 
-def test_root_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_root_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     shown = capsys.readouterr().out
     assert all(command.split()[0] in shown for command in COMMANDS)

@@ -1,5 +1,4 @@
-"""What deploy/, Dockerfile and .github/ say of this repository is so: files are there, commands and options exist.
-Nothing here runs a container."""
+"""Files, commands and options named in deploy/, Dockerfile and .github/ exist. No container is run."""
 
 import json
 import re
@@ -27,7 +26,7 @@ def serve_options(words: list[str]) -> set[str]:
     return {word.partition("=")[0] for word in words if word.startswith("-")}
 
 
-def test_the_image_copies_what_the_build_needs() -> None:
+def test_image_copies_the_files_of_the_build() -> None:
     copied = [word for line in re.findall(r"^COPY (?!--)(.*)", DOCKERFILE, re.MULTILINE) for word in line.split()[:-1]]
     assert all((ROOT / word).exists() for word in copied)
     needed = {"pyproject.toml", "CMakeLists.txt", "csrc", "headstart"}
@@ -35,7 +34,7 @@ def test_the_image_copies_what_the_build_needs() -> None:
     assert needed | {project["readme"], *project["license-files"]} <= set(copied)
 
 
-def test_the_image_serves_as_a_user_and_says_how_it_is() -> None:
+def test_image_serves_as_a_user_with_a_health_check() -> None:
     (entry,) = re.findall(r"^ENTRYPOINT (.*)", DOCKERFILE, re.MULTILINE)
     words = json.loads(entry)
     assert words[:2] == ["headstart", "serve"]
@@ -47,7 +46,7 @@ def test_the_image_serves_as_a_user_and_says_how_it_is() -> None:
     assert "/health" in json.loads(check)[-1]
 
 
-def test_files_of_the_compose_file_are_there() -> None:
+def test_compose_names_existing_files_and_options() -> None:
     for name, service in COMPOSE["services"].items():
         for volume in service.get("volumes", ()):
             source = volume.split(":")[0]
@@ -64,7 +63,7 @@ def test_files_of_the_compose_file_are_there() -> None:
     assert [volume.split(":")[1] for volume in ours["volumes"]] == [cache]
 
 
-def test_prometheus_and_grafana_find_each_other() -> None:
+def test_prometheus_and_grafana_are_connected() -> None:
     scraping = yaml.safe_load((DEPLOY / "prometheus.yml").read_text("utf-8"))
     mounted = {volume.split(":")[1]: volume.split(":")[0] for volume in COMPOSE["services"]["prometheus"]["volumes"]}
     assert all(f"/etc/prometheus/{name}" in mounted for name in scraping["rule_files"])
@@ -84,7 +83,7 @@ def test_prometheus_and_grafana_find_each_other() -> None:
     assert kinds == {"datasource"}, "the dashboard takes the source that there is"
 
 
-def test_the_unit_starts_a_server() -> None:
+def test_systemd_unit_starts_a_server() -> None:
     (start,) = re.findall(r"^ExecStart=(.*)", UNIT, re.MULTILINE)
     words = shlex.split(start)
     assert words[0].endswith("/bin/headstart")
@@ -97,7 +96,7 @@ def test_the_unit_starts_a_server() -> None:
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
-def test_systemd_understands_the_unit(tmp_path: Path) -> None:
+def test_systemd_accepts_the_unit(tmp_path: Path) -> None:
     unit = tmp_path / "headstart.service"
     unit.write_text(UNIT.replace("/opt/headstart/bin/headstart", str(Path(sys.executable).with_name("headstart"))))
     done = subprocess.run(
@@ -108,7 +107,7 @@ def test_systemd_understands_the_unit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
-def test_workflows_use_what_is_there(path: Path) -> None:
+def test_workflows_use_existing_jobs_targets_and_files(path: Path) -> None:
     workflow = yaml.safe_load(path.read_text("utf-8"))
     makefile = (ROOT / "Makefile").read_text("utf-8")
     jobs = workflow["jobs"]
@@ -138,7 +137,7 @@ def test_wheels_are_published_without_a_token() -> None:
     assert all(name.startswith(pattern) for name in artifacts)
 
 
-def test_what_wheels_are_tried_with_is_a_command() -> None:
+def test_wheel_test_command_exists() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["tool"]["cibuildwheel"]
     for line in project["test-command"].split("&&"):
         words = shlex.split(line)

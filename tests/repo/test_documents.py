@@ -1,4 +1,4 @@
-"""Every module has a summary; documents name files, commands, numbers and verdicts that exist."""
+"""Every module has a summary; files, numbers, verdicts and exit codes in documents are correct."""
 
 import ast
 import re
@@ -29,7 +29,7 @@ def test_every_module_has_a_summary(path: str) -> None:
 
 
 @pytest.mark.parametrize("document", ["CONTRIBUTING.md", "docs/ARCHITECTURE.md", "docs/inspect.md"])
-def test_files_that_a_document_names_are_there(document: str) -> None:
+def test_files_named_in_documents_exist(document: str) -> None:
     text = (ROOT / document).read_text("utf-8")
     named = set(re.findall(r"`((?:\w+/)+(?:\w+\.\w+)?)`", text))
     places = (PACKAGE, ROOT, (ROOT / document).parent)
@@ -39,14 +39,14 @@ def test_files_that_a_document_names_are_there(document: str) -> None:
 
 
 @pytest.mark.slow
-def test_numbers_of_documents_are_those_of_the_results() -> None:
-    """What `python benchmarks/results.py` would write stands there."""
+def test_numbers_in_documents_match_results_json() -> None:
+    """`python benchmarks/results.py` would change no document."""
     command = [sys.executable, "benchmarks/results.py", "--check"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_readme_has_no_measured_number_of_its_own() -> None:
+def test_readme_has_measured_numbers_only_from_results() -> None:
     text = re.sub(r"<!-- numbers: .*?<!-- /numbers -->", "", README, flags=re.DOTALL)
     text = re.sub(r"^```.*?^```|`[^`]*`", "", text, flags=re.DOTALL | re.MULTILINE)
     measured = (
@@ -55,13 +55,13 @@ def test_readme_has_no_measured_number_of_its_own() -> None:
     assert not [found for found in re.findall(measured, text) if found not in DECLARED]
 
 
-def test_verdicts_of_inspect_are_the_documented_ones() -> None:
+def test_verdicts_of_inspect_are_documented() -> None:
     words = set(get_args(Word))
     table = (ROOT / "docs" / "inspect.md").read_text("utf-8").partition("## Verdicts")[2].partition("\n\n`alive`")[0]
     assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) == words
 
 
-def test_exit_codes_are_the_documented_ones() -> None:
+def test_exit_codes_are_documented() -> None:
     (text,) = re.findall(r"Exit codes: (.*?)\.", " ".join(README.split()).replace("...", ""))
     documented = {int(number) for number in re.findall(r"(?:^|, )(\d+) ", text)}
     assert documented == {0, INTERNAL.exit_code, *(status.exit_code for status in STATUS.values())}

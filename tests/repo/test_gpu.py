@@ -1,4 +1,4 @@
-"""benchmarks/gpu.py on a CPU: what it writes is the model's text, what it trains goes on where it stopped."""
+"""benchmarks/gpu.py on a CPU: file parts, batched text generation, resumed training."""
 
 import sys
 from collections import deque
@@ -18,11 +18,11 @@ from headstart.core import SamplingParams  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
-def on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def benchmarks_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
 
 
-def test_files_come_back_together_from_parts(tmp_path: Path) -> None:
+def test_split_files_are_joined_again(tmp_path: Path) -> None:
     from device import parts
 
     source, folder = tmp_path / "whole", tmp_path / "there"
@@ -38,8 +38,8 @@ def test_files_come_back_together_from_parts(tmp_path: Path) -> None:
         parts.join([folder, tmp_path], "trunk", tmp_path / "again")
 
 
-def test_calls_take_as_much_as_they_may(tmp_path: Path) -> None:
-    """And what they took is found again, in folders or not."""
+def test_files_are_grouped_into_calls_by_size(tmp_path: Path) -> None:
+    """Unpacking finds the files in numbered folders and outside them."""
     from device import parts
 
     sizes = {"a": 30, "b": 50, "c": 25, "d": 60, "e": 5}
@@ -53,8 +53,8 @@ def test_calls_take_as_much_as_they_may(tmp_path: Path) -> None:
     assert [{path.name for path in (tmp_path / name).iterdir()} for name in ("kept", "later")] == [{*sizes, "f"}, {"c"}]
 
 
-def test_greedy_text_in_slots_is_the_engines(tmp_path: Path) -> None:
-    """Six prompts of several lengths through three slots: old keys, masks and places are right."""
+def test_batched_writer_gives_the_engines_greedy_text(tmp_path: Path) -> None:
+    """Six prompts of different lengths share three slots, so that slots are reused."""
     from device.writer import Job, Writer
 
     folder = write_tiny("llama", tmp_path / "model")
@@ -67,19 +67,19 @@ def test_greedy_text_in_slots_is_the_engines(tmp_path: Path) -> None:
     assert [found[i] for i in range(6)] == [each.token_ids for each in expected]
 
 
-def test_goals_are_told() -> None:
+def test_goals_are_reported() -> None:
     from device.speed import goals
 
     row = {"shape": "a", "batch": 1, "tokens_a_pass": 1.0, "share": 0.61, "tokens_per_s": 100.0}
     drafted = {**row, "mode": "MTP", "tokens_a_pass": 2.6, "tokens_per_s": 179.0}
-    told = list(goals([{**row, "mode": "plain"}, drafted, {**drafted, "batch": 8}]))
-    assert [line.rsplit(": ")[-1] for line in told] == ["reached", "NOT reached"]
-    assert "61% of the memory's limit" in told[0] and "1.79 x plain" in told[1]
+    lines = list(goals([{**row, "mode": "plain"}, drafted, {**drafted, "batch": 8}]))
+    assert [line.rsplit(": ")[-1] for line in lines] == ["reached", "NOT reached"]
+    assert "61% of the memory's limit" in lines[0] and "1.79 x plain" in lines[1]
 
 
 @pytest.mark.slow
-def test_training_that_is_stopped_ends_with_the_same_head(tmp_path: Path) -> None:
-    """Stopped while text is written, and between batches."""
+def test_interrupted_training_ends_with_the_same_head(tmp_path: Path) -> None:
+    """Interrupted during text generation and between batches."""
     from device.clock import Clock, Results
     from device.heads import Plan, School
 
@@ -92,8 +92,8 @@ def test_training_that_is_stopped_ends_with_the_same_head(tmp_path: Path) -> Non
     def school(name: str, clock: Any) -> Any:
         return School(plan, tmp_path / name, tmp_path / f"{name}-out", clock, Results(tmp_path / f"{name}.json"))
 
-    class Looks(Clock):
-        """Late after so many looks."""
+    class LimitedClock(Clock):
+        """The time is over after `most` reads of `left`."""
 
         def __init__(self, most: float) -> None:
             super().__init__()
@@ -107,7 +107,7 @@ def test_training_that_is_stopped_ends_with_the_same_head(tmp_path: Path) -> Non
     whole = school("whole", Clock())
     assert whole.run()
     for most in (2, 30):
-        assert not school("broken", Looks(most)).run()
+        assert not school("broken", LimitedClock(most)).run()
     broken = school("broken", Clock())
     assert broken.round_kept >= 1 and broken.state.exists() and broken.run()
     ours, theirs = (each.students[0].trainer for each in (whole, broken))

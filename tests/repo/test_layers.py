@@ -1,4 +1,4 @@
-"""Imports go down only, torch stays behind its doors, family names stay in their files."""
+"""Rules on the source: import order, no cycles, torch in kernels and train only, family names in their files only."""
 
 import ast
 import re
@@ -9,7 +9,7 @@ from source import PACKAGE, imported_modules, trees
 
 from headstart import registry
 
-FLOORS: tuple[tuple[str, ...], ...] = (
+LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "core",
         "params",
@@ -37,7 +37,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("cli",),
 )
 """From the bottom. Siblings import those before them; on the lowest floor there are only no circles."""
-RANKS = {room: (floor, place if floor else 0) for floor, rooms in enumerate(FLOORS) for place, room in enumerate(rooms)}
+RANKS = {part: (floor, place if floor else 0) for floor, parts in enumerate(LAYERS) for place, part in enumerate(parts)}
 COMMANDS = ("inspect", "doctor", "export", "graft", "verify", "bench", "tune", "adapt", "plan", "probe", "launch",
             "gate")  # fmt: skip
 """Folders and modules of tools/: a command uses those before it, and other modules beside the folders."""
@@ -56,13 +56,13 @@ SHARED_WORDS = {"llama", "mimo"}
 """Families whose name is also that of a project, a format or a tokenizer kind: only exact identifiers count."""
 
 
-def room(path: str) -> str:
+def part_of(path: str) -> str:
     return path.split("/")[0].removesuffix(".py")
 
 
-def test_every_room_has_a_rank() -> None:
-    rooms = {room(path) for path in trees()} - {"__init__", "__main__"}
-    assert rooms <= RANKS.keys(), f"give {sorted(rooms - RANKS.keys())} a floor in docs/ARCHITECTURE.md and here"
+def test_every_part_of_the_package_has_a_rank() -> None:
+    parts = {part_of(path) for path in trees()} - {"__init__", "__main__"}
+    assert parts <= RANKS.keys(), f"give {sorted(parts - RANKS.keys())} a floor in docs/ARCHITECTURE.md and here"
 
 
 @pytest.mark.slow
@@ -72,13 +72,13 @@ def test_imports_only_go_down() -> None:
         for module, line in imported_modules(path, tree):
             parts = module.split(".")
             other = parts[1] if parts[0] == "headstart" and len(parts) > 1 else ""
-            low, high = RANKS.get(room(path)), RANKS.get(other)
+            low, high = RANKS.get(part_of(path)), RANKS.get(other)
             if low and high and high > low:
                 wrong.append(f"{path}:{line} ({low}) imports {module} ({high})")
     assert not wrong, "\n".join(wrong)
 
 
-def test_commands_use_those_before_them() -> None:
+def test_commands_import_earlier_commands_only() -> None:
     folders = {path.split("/")[1] for path in trees() if path.startswith("tools/") and path.count("/") > 1}
     modules = {path.split("/")[1].removesuffix(".py") for path in trees() if path.startswith("tools/")}
     assert folders <= set(COMMANDS) <= folders | modules
@@ -93,23 +93,23 @@ def test_commands_use_those_before_them() -> None:
 
 
 def _index(command: str) -> int:
-    """Its place; what stands beside the folders uses none of them."""
+    """Position in COMMANDS. Other modules of tools/ have 0, as they import no command."""
     return COMMANDS.index(command) if command in COMMANDS else 0
 
 
 @pytest.mark.slow
-def test_what_begins_with_an_underscore_stays_in_its_folder() -> None:
+def test_private_names_are_imported_in_their_folder_only() -> None:
     wrong = []
     for path, tree in trees().items():
         for module, line in imported_modules(path, tree):
-            home = home_of(module)
+            home = private_folder_of(module)
             if home is not None and not path.startswith(home):
                 wrong.append(f"{path}:{line} imports {module}")
     assert not wrong, "\n".join(wrong)
 
 
-def home_of(name: str) -> str | None:
-    """The folder to which a module or a name in it is private; None if it is not."""
+def private_folder_of(name: str) -> str | None:
+    """The folder to which a module or name is private (None: public)."""
     first, *parts = name.split(".")
     places = [place for place, part in enumerate(parts) if part.startswith("_") and not part.startswith("__")]
     if first != "headstart" or not places:
@@ -119,17 +119,17 @@ def home_of(name: str) -> str | None:
 
 
 @pytest.mark.slow
-def test_no_circles() -> None:
-    """No file imports itself through others. Imports inside functions and for type checkers count."""
-    reached = {path: _reached(path) for path in trees()}
+def test_no_import_cycles() -> None:
+    """No file imports itself through others. Imports in functions and for type checkers count."""
+    reached = {path: _reachable_files(path) for path in trees()}
     circles = {
         frozenset({path, *(other for other in seen if path in reached[other])}) for path, seen in reached.items()
     }
     assert not [sorted(circle) for circle in circles if len(circle) > 1]
 
 
-def _reached(path: str) -> set[str]:
-    """All files that a file imports, and those import."""
+def _reachable_files(path: str) -> set[str]:
+    """All files that a file imports directly or through others."""
     seen: set[str] = set()
     left = [path]
     while left:
@@ -146,7 +146,7 @@ def _imported_files(path: str) -> set[str]:
 
 
 def _file_of(name: str) -> str | None:
-    """The file of a module, or of a name in one."""
+    """The file of a module or of a name in a module."""
     parts = name.split(".")[1:]
     if name.split(".")[0] != "headstart":
         return None
@@ -198,7 +198,7 @@ def test_family_name_only_in_its_file(family: str) -> None:
 
 
 def _code_words(tree: ast.Module, family: str) -> list[tuple[str, int]]:
-    """Identifiers and string constants with lines; docstrings are prose and do not count."""
+    """Identifiers and string constants with their lines, without docstrings."""
     prose = {
         id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     }
@@ -218,15 +218,15 @@ def _code_words(tree: ast.Module, family: str) -> list[tuple[str, int]]:
     return found
 
 
-def test_the_processor_is_looked_at_in_one_place() -> None:
-    """Two detections once differed: one path for matrices, another for the sampler."""
+def test_cpu_features_are_detected_in_one_file() -> None:
+    """Two detections once chose different paths for matrices and for the sampler."""
     csrc = PACKAGE.parent / "csrc"
     asking = [path.name for path in csrc.iterdir() if "__builtin_cpu_supports" in path.read_text()]
     assert asking == ["cpu.cpp"]
 
 
-def test_only_kernels_are_compiled_for_more_than_the_least_processor() -> None:
-    """One flag for all, and a wheel ends on an older processor before it can choose."""
+def test_instruction_set_flags_are_for_kernel_files_only() -> None:
+    """A global flag would crash the wheel on older processors before the path is chosen."""
     lines = (PACKAGE.parent / "CMakeLists.txt").read_text("utf-8").splitlines()
     given = [line.strip() for line in lines if re.search(r"(?<![\w-])-m[a-z]", line)]
     of_paths = ("set(flags_", "list(APPEND flags_", "check_cxx_compiler_flag(", "${flags_avx512bf16}")
@@ -246,7 +246,7 @@ ONLY_SOMEWHERE = {
 
 
 @pytest.mark.slow
-def test_the_operating_system_is_asked_in_one_place() -> None:
+def test_os_specific_names_are_used_in_system_py_only() -> None:
     wrong = []
     for path, tree in trees().items():
         if path == "system.py":

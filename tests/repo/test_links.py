@@ -1,4 +1,4 @@
-"""Every document: links and their anchors lead somewhere, and commands and flags that it names exist."""
+"""Links, anchors, commands and flags in documents exist."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def text_of(document: str) -> str:
 
 @cache
 def anchors(document: Path) -> set[str]:
-    """Of its headings, as they are made where Markdown is shown."""
+    """Anchors of the headings, as Markdown renderers build them."""
     found: dict[str, int] = {}
     anchors = set()
     for heading in re.findall(r"^#+ (.*)", FENCE.sub("", document.read_text("utf-8")), re.MULTILINE):
@@ -38,7 +38,7 @@ def anchors(document: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_links_lead_somewhere(document: str) -> None:
+def test_links_and_anchors_exist(document: str) -> None:
     dead = []
     for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text_of(document))):
         path, _, anchor = urllib.parse.unquote(target).partition("#")
@@ -52,7 +52,7 @@ def test_links_lead_somewhere(document: str) -> None:
 
 @cache
 def flags_of_others() -> set[str]:
-    """Of engines that are launched, as they publish them, and of this repository's own scripts."""
+    """Published flags of other engines, and flags of this repository's scripts."""
     published = (PACKAGE / "tools" / "launch" / "published.json").read_text("utf-8")
     assert json.loads(published)
     scripts = [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
@@ -68,14 +68,14 @@ def test_flags_exist(document: str) -> None:
 
 
 def command_lines(document: str) -> list[str]:
-    """What a document writes as a command line of ours, in a block or between backquotes."""
+    """The `headstart` command lines of a document, in blocks or backquotes."""
     text = text_of(document)
     quoted = re.findall(r"(?<!`)`(headstart [^`\n]+)`", FENCE.sub("", text))
     return [*re.findall(r"^\$ (headstart .*)", text, re.MULTILINE), *quoted]
 
 
 @pytest.mark.parametrize("document", [name for name in DOCUMENTS if name not in HISTORY])
-def test_command_lines_take_their_options(document: str) -> None:
+def test_command_lines_use_existing_options(document: str) -> None:
     wrong = []
     for line in command_lines(document):
         words = shlex.split(re.sub(r"[\[\]|]", " ", line), comments=True)[1:]
@@ -94,6 +94,6 @@ def test_command_lines_take_their_options(document: str) -> None:
     assert not wrong
 
 
-def test_there_are_some() -> None:
+def test_documents_and_command_lines_are_found() -> None:
     assert len(DOCUMENTS) > 15
     assert sum(len(command_lines(name)) for name in DOCUMENTS) > 80

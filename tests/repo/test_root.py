@@ -1,4 +1,4 @@
-"""What stands at the top of the repository: leftovers of a trial are not committed with it."""
+"""The top folder of the repository has known entries only."""
 
 import subprocess
 from pathlib import Path
@@ -13,7 +13,7 @@ KNOWN = {
 }  # fmt: skip
 
 
-def test_nothing_else_is_there() -> None:
+def test_top_folder_has_known_entries_only() -> None:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode:
         pytest.skip("not a git checkout")

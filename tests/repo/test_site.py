@@ -1,4 +1,4 @@
-"""The docs site: its pages say what the program says, and lead nowhere else."""
+"""The documentation site: pages of documents and commands, links, pictures, recording."""
 
 import json
 import re
@@ -20,11 +20,11 @@ from headstart.cli.parser import all_commands
 from headstart.cli.serve import run as serve
 
 
-def script(path: str) -> Any:
+def run_script(path: str) -> Any:
     return SimpleNamespace(**runpy.run_path(str(ROOT / path)))
 
 
-site = script("docs/site/make.py")
+site = run_script("docs/site/make.py")
 HIDDEN = {"--replica", "--vllm"}
 DECLARED = all_commands(application())
 
@@ -45,7 +45,7 @@ def test_every_command_has_a_page_with_all_its_options() -> None:
         assert f"$ headstart {name}" in pages[name]
 
 
-def test_links_are_made_to_fit(tmp_path: Path) -> None:
+def test_links_are_adapted_to_the_site(tmp_path: Path) -> None:
     path = ROOT / "docs" / "cookbook" / "agents.md"
     text = (
         "[a](../adapt.md#recording) [b](../../Dockerfile) ![c](../demo.svg) [d](https://e.org) ```[a](../adapt.md)```"
@@ -55,7 +55,7 @@ def test_links_are_made_to_fit(tmp_path: Path) -> None:
     assert (tmp_path / "demo.svg").is_file()
 
 
-def test_each_line_of_a_guide_has_an_answer() -> None:
+def test_guide_lines_have_an_outcome() -> None:
     lines = json.loads(site.GUIDE_LINES.read_text("utf-8"))
     outcomes = [site.serve_outcome(entry["line"]) for entry in lines]
     assert "runs" in outcomes
@@ -64,13 +64,13 @@ def test_each_line_of_a_guide_has_an_answer() -> None:
         line for each in outcomes for line in re.findall(r": write headstart (serve .*?)(?: \(without .*)?$", each)
     ]
     assert len(written) > 30
-    for line in written:  # what the hint says fits the command
+    for line in written:  # the hinted command line is valid
         serve.read(serve.split(shlex.split(line)[1:])[0])
     assert site.serve_outcome("vllm serve m -tp 2").startswith("--tensor-parallel-size 2 cannot be honoured: ")
     assert site.guide_lines_page().count("\n| ") == 1 + len(lines)
 
 
-def test_what_comes_from_elsewhere_is_found(tmp_path: Path) -> None:
+def test_external_resources_are_found(tmp_path: Path) -> None:
     page = (
         '<link href="a.css"><a href="https://a.org"></a><script src="https://b.org/x.js"></script><img src=//c.org/y>'
     )
@@ -79,22 +79,22 @@ def test_what_comes_from_elsewhere_is_found(tmp_path: Path) -> None:
     assert sorted(each.split("//")[1] for each in site.outside(tmp_path)) == ["b.org/x.js", "c.org/y", "d.org/z"]
 
 
-def test_pictures_are_those_that_the_script_draws(tmp_path: Path) -> None:
-    pictures = script("docs/pictures/make.py")
+def test_pictures_match_their_script(tmp_path: Path) -> None:
+    pictures = run_script("docs/pictures/make.py")
     pictures.write(tmp_path)
     for name in pictures.PICTURES:
         assert (tmp_path / name).read_text() == (ROOT / "docs" / "pictures" / name).read_text(), "docs/pictures/make.py"
 
 
-def test_the_recording_is_one_of_commands_that_there_are() -> None:
-    """asciicast, version 2; the picture needs nothing but itself."""
+def test_recording_uses_existing_commands() -> None:
+    """The recording is asciicast version 2; the picture is self-contained."""
     folder = ROOT / "docs" / "recording"
     head, *rows = [json.loads(line) for line in (folder / "headstart.cast").read_text("utf-8").splitlines()]
     assert head["version"] == 2
     times = [seconds for seconds, kind, _ in rows if kind == "o"]
     assert times == sorted(times)
     assert len(times) == len(rows)
-    recording = script("docs/recording/make.py")
+    recording = run_script("docs/recording/make.py")
     assert recording.read_cast(folder / "headstart.cast")[-1].seconds < 90
     names = {name for scene in recording.SCENES for name in re.findall(r"(?:^|; )headstart (\w+)", scene)}
     assert names
@@ -104,7 +104,7 @@ def test_the_recording_is_one_of_commands_that_there_are() -> None:
 
 
 @pytest.mark.slow
-def test_the_site_is_made(tmp_path: Path) -> None:
+def test_site_is_built(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs")
     command = [sys.executable, "docs/site/make.py", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
