@@ -66,19 +66,18 @@ async def _run(
     server: uvicorn.Server, models: ModelManager, config: ServerConfig, sockets: list[socket.socket],
     find_head: Callable[[], str | None],
 ) -> None:  # fmt: skip
+    port, tls = sockets[0].getsockname()[1], server.config.is_ssl
     serving = asyncio.create_task(server.serve(sockets=sockets))
     while not (server.started or serving.done()):  # uvicorn installs signal handlers before ours, and restores them
         await asyncio.sleep(0.005)
-    if not serving.done():
+    if not (server.should_exit or serving.done()):  # a signal may have come before our handlers
         membership = None
         if config.join is not None:
-            port, tls = sockets[0].getsockname()[1], config.ssl_certfile is not None
             membership = RouterMembership(config.join, config.host, port, tls=tls)
             membership.start()
         _handle_signals(server, models, config.shutdown_timeout, find_head, membership)
         if config.replica is None:  # for replicas the supervisor logs the router's address
-            url = base_url(config.host, sockets[0].getsockname()[1], tls=server.config.is_ssl)
-            log.info("running on %s (Ctrl-C to stop)", url)
+            log.info("running on %s (Ctrl-C to stop)", base_url(config.host, port, tls=tls))
     await serving
 
 
