@@ -243,7 +243,7 @@ def list_models(server: Server) -> list[dict[str, Any]]:
     except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
         raise unreachable(server, error) from None
     if answer.status in (401, 403):
-        raise UsageError(f"{server} refuses the API key", "give a valid one with --api-key")
+        raise refused_key(server)
     try:
         listed: list[dict[str, Any]] = json.loads(answer.body)["data"]
         if listed and all(isinstance(each["id"], str) for each in listed):
@@ -289,6 +289,10 @@ async def read_counters(server: Server) -> engine_metrics.EngineCounters | None:
 def unreachable(server: Server, error: Exception) -> UsageError:
     hint = "is the server running, and the address right? headstart serve --port 8000 starts one"
     return UsageError(f"cannot reach {server}: {error_reason(error)}", hint)
+
+
+def refused_key(server: Server) -> UsageError:
+    return UsageError(f"{server} refuses the API key", "give a valid one with --api-key, or HEADSTART_API_KEY")
 
 
 def error_reason(error: Exception) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from headstart.core import Report
 from headstart.errors import UsageError
-from headstart.tools.client import Response, Server, get, get_object, post, unreachable
+from headstart.tools.client import Response, Server, get, get_object, post, refused_key, unreachable
 
 MAX_DAYS = 10 * 365  # a model that expires later than that stays loaded
 
@@ -49,12 +49,14 @@ def _request(server: Server, request: Coroutine[Any, Any, Response]) -> dict[str
         answer = asyncio.run(request)
     except (OSError, ValueError) as error:  # ValueError: an invalid host name
         raise unreachable(server, error) from None
+    if answer.status in (401, 403):
+        raise refused_key(server)
     try:
         document = json.loads(answer.body)
     except ValueError:
         document = {}
     if answer.status != 200 or not isinstance(document, dict):
         said = document.get("error") if isinstance(document, dict) else None
-        said = said or "not a headstart server"
-        raise UsageError(f"{server} answers {answer.status}: {said}", "look at the server's log")
+        said, _, hint = str(said or "not a headstart server").partition(" (hint: ")
+        raise UsageError(f"{server} answers {answer.status}: {said}", hint.removesuffix(")") or "see the server's log")
     return document
