@@ -25,6 +25,7 @@ from headstart.server.schema import (
     NamedTool,
     StructuredOutputs,
     TokenizeRequest,
+    ToolChoiceAllowed,
 )
 from headstart.text.conversation import Conversation
 from headstart.text.grammar_spec import GrammarSpec, ToolCalls
@@ -267,7 +268,14 @@ def _read_image(downloaded: Mapping[str, bytes], source: Any) -> Image:
 
 
 def _tools(body: ChatRequest | TokenizeRequest) -> list[dict[str, Any]]:
-    return [tool.model_dump(exclude_none=True) for tool in body.tools or () if tool.type == "function"]
+    """The functions that may be called. Raises ParameterError for allowed tools that the request does not have."""
+    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or () if tool.type == "function"]
+    if not (isinstance(body, ChatRequest) and isinstance(body.tool_choice, ToolChoiceAllowed)):
+        return tools
+    allowed = {each.function.name for each in body.tool_choice.allowed_tools.tools}
+    if unknown := allowed - {tool["function"]["name"] for tool in tools}:
+        raise ParameterError("tool_choice", f"allows {min(unknown)!r}, which is not in tools", "give its tool")
+    return [tool for tool in tools if tool["function"]["name"] in allowed]
 
 
 def _tool_prompt(tools: Seq[Mapping[str, Any]]) -> str:
@@ -356,6 +364,8 @@ def constraint_of(body: Common) -> GrammarSpec | None:
 def _forced_tools(body: ChatRequest) -> ToolCalls | None:
     """The tool calls that `tool_choice` enforces; None if calls are optional. Raises UsageError without tools."""
     choice = body.tool_choice
+    if isinstance(choice, ToolChoiceAllowed):
+        choice = choice.allowed_tools.mode
     if choice in (None, "none", "auto"):
         return None
     if not (tools := _tools(body)):

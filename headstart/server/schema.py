@@ -344,6 +344,20 @@ class NamedTool(Body):
     function: NamedFunction
 
 
+class AllowedTools(Body):
+    """The tools of the request that may be called, and whether one must be."""
+
+    mode: Literal["auto", "required"]
+    tools: Annotated[Many[NamedTool], Field(max_length=limits.TOOLS)]
+
+
+class ToolChoiceAllowed(Body):
+    """A choice among some of the request's tools; the prompt names these tools only."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
 class Function(Body):
     """A function that the model may call; `parameters` is a JSON schema."""
 
@@ -379,7 +393,7 @@ class ChatRequest(Common):
     logprobs: StrictBool | None = False
     top_logprobs: Annotated[StrictInt, bounds("logprobs")] | None = None
     tools: Annotated[Many[Tool], Field(max_length=limits.TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | ToolChoiceAllowed | None = None
     parallel_tool_calls: StrictBool | None = True
     add_generation_prompt: StrictBool = True
     continue_final_message: StrictBool = Field(

@@ -19,6 +19,7 @@ RESPONSES, OLLAMA, GENERATE = "/v1/responses", "/api/chat", "/api/generate"
 RESPONSE = {"model": MODEL, "input": "Hi", "max_output_tokens": 4}
 OLLAMA_CHAT = {"model": MODEL, "messages": ASK, "options": {"num_predict": 4}}
 NAMED, SEARCH = {"type": "tool", "name": "w"}, {"type": "web_search"}
+ABSENT = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "absent"}}]}
 BAD: list[tuple[str, dict[str, Any], int, str]] = [
     (TEXT, {}, 400, "prompt"),
     (TEXT, {"prompt": 5}, 400, "prompt"),
@@ -53,6 +54,7 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
     (CHAT, {"messages": ASK, "top_logprobs": 2}, 400, "logprobs"),
     (CHAT, {"messages": ASK, "tool_choice": "required"}, 400, "tools"),
+    (CHAT, {"messages": ASK, "tool_choice": {"type": "allowed_tools", "allowed_tools": ABSENT}}, 400, "'absent'"),
     (CHAT, {"messages": ASK, "response_format": {"type": "json_schema"}}, 400, "schema"),
     (CHAT, {"messages": ASK, "response_format": {"type": "yaml"}}, 400, "response_format"),
     ("/tokenize", {}, 400, "exactly one"),

@@ -161,8 +161,12 @@ def test_guided_choice_and_regex(client: OpenAI) -> None:
     assert text[3] == "-"
 
 
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+ALLOWED = {"mode": "required", "tools": [NAMED]}
+
+
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+@pytest.mark.parametrize("choice", ["required", NAMED, {"type": "allowed_tools", "allowed_tools": ALLOWED}])
 def test_forced_tool_calls(client: OpenAI, choice: Any, stream: bool) -> None:
     question = [{"role": "user", "content": "What is the weather in Paris?"}]
     tools = [TIME, {"type": "function", "function": WEATHER}]
@@ -185,6 +189,13 @@ def test_forced_tool_calls(client: OpenAI, choice: Any, stream: bool) -> None:
     if choice != "required":
         assert name == "get_weather"
         assert set(json.loads(arguments)) == {"city"}
+
+
+def test_tools_that_are_not_allowed_are_not_in_the_prompt(client: OpenAI) -> None:
+    tools, options = [TIME, {"type": "function", "function": WEATHER}], {"messages": QUESTION, "max_tokens": 1}
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}
+    some = chat(client, **options, tools=tools, tool_choice=allowed).usage.prompt_tokens
+    assert some == chat(client, **options, tools=tools[1:]).usage.prompt_tokens
 
 
 def test_a_tool_answer_goes_back(client: OpenAI) -> None:

@@ -63,6 +63,10 @@ def test_tools_and_their_outputs(client: OpenAI) -> None:
         kinds = {event.type for event in stream}
         streamed = stream.get_final_response().output[0]
     assert streamed.arguments == call.arguments
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": TOOL["name"]}]}
+    other = {"type": "function", "name": "other", "parameters": {"type": "object"}}
+    answer = client.responses.create(**asked | {"tools": [other, TOOL], "tool_choice": allowed})
+    assert (answer.output[0].arguments, answer.tool_choice.model_dump()) == (call.arguments, allowed)
     assert {"response.function_call_arguments.delta", "response.function_call_arguments.done"} <= kinds
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "12 C"}
     turns = [{"role": "user", "content": "The weather in Paris?"}, call, output]

@@ -92,6 +92,13 @@ class FunctionChoice(Body):
     name: Name | None = None
 
 
+class ToolChoice(FunctionChoice):
+    """A function that must be called, or the tools (type `allowed_tools`) that may be."""
+
+    mode: Literal["auto", "required"] | None = None
+    tools: Annotated[Many[FunctionChoice], Field(max_length=limits.TOOLS)] | None = None
+
+
 class TextFormat(Body):
     """A constraint of the text."""
 
@@ -123,7 +130,7 @@ class ResponsesRequest(with_sampling(Body, names_in("responses"))):  # type: ign
     max_output_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
     stream: StrictBool | None = False
     tools: Annotated[Many[FunctionTool], Field(max_length=limits.TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: StrictBool | None = True
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
@@ -261,6 +268,9 @@ def _tool(tool: FunctionTool) -> Json:
 def _choice(choice: str | FunctionChoice | None) -> str | Json | None:
     if not isinstance(choice, FunctionChoice):
         return choice
+    if isinstance(choice, ToolChoice) and choice.type == "allowed_tools":
+        allowed = {"mode": choice.mode, "tools": [_choice(each) for each in choice.tools or ()]}
+        return {"type": choice.type, choice.type: allowed}
     if choice.type != "function":
         shown = limits.shortened(choice.type)
         raise BodyError(f"tool_choice.type: {shown!r} is not supported", "tool_choice.type", "name a function")
