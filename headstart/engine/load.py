@@ -15,6 +15,7 @@ from headstart.engine.matching import Matching, match
 from headstart.errors import CapacityError, ModelError, ParameterError, UsageError
 from headstart.files import user_path
 from headstart.formats import config_alone, open_checkpoint
+from headstart.formats.adapter import CONFIG as ADAPTER_CONFIG, beside_model
 from headstart.formats.base import Checkpoint, in_int4, widened
 from headstart.formats.quantization import declared_name
 from headstart.formats.safetensors import CONFIG
@@ -292,6 +293,8 @@ def load_model(
         tower=ImageProcessor(found.format, tokenizer.result()) if found else None,
     )  # fmt: skip
     model = with_head(model, config)
+    if (checkpoint.path / ADAPTER_CONFIG).exists() and not config.lora:
+        log.warning("%s", beside_model(checkpoint.path))
     if broken and model.head is None and config.drafter == AUTO and config.depth != 0:
         log.warning("%s is served without its MTP head: %s", checkpoint.name, broken)
     return model

@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from headstart.core import LoraFactors
 from headstart.errors import ModelError
 from headstart.files import content_digest, user_path
-from headstart.formats import gguf, gguf_file, gguf_names, pickled, safetensors_file
+from headstart.formats import gguf, gguf_file, gguf_names, pickled, safetensors, safetensors_file
 from headstart.formats.base import Tensor
 from headstart.formats.json_object import read_object
 
 CONFIG = "adapter_config.json"
-WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+WEIGHTS = (safetensors.ADAPTER, "adapter_model.bin")
 _PEFT = re.compile(r"(?:base_model\.model\.)?(?P<module>.*)\.lora_(?P<part>[AB])(?:\.[^.]+)?\.weight")
 _COPY = re.compile(r"(?:base_model\.model\.)?.*(?:embed_tokens|lm_head)(?:\.base_layer)?\.weight")
 """Copies of the model's embedding and LM head (PEFT's save_embedding_layers). Only their shapes are checked."""
@@ -108,15 +108,20 @@ class AdapterFile:
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether a path is a PEFT directory or a GGUF file of type `adapter`."""
+    """Whether a path is a PEFT directory without a whole model, or a GGUF file of type `adapter`."""
     if path.is_dir():
-        return (path / CONFIG).is_file()
+        return (path / CONFIG).is_file() and not safetensors.detect(path)
     if not gguf.detect(path):
         return False
     try:
         return gguf_file.read(path).metadata.get("general.type") == "adapter"
     except ModelError:  # a damaged file, of which the reader of models says more
         return False
+
+
+def beside_model(path: Path) -> str:
+    """The remark on a directory that holds a whole model and an adapter."""
+    return f"a LoRA adapter lies beside the weights of {path}, and is not used; if it is not merged: --lora NAME={path}"
 
 
 def read_adapter(path: Path) -> AdapterFile:

@@ -23,15 +23,16 @@ from headstart.placeholder import partial_files
 
 log = logging.getLogger("headstart.formats")
 CONFIG, GENERATION = "config.json", "generation_config.json"
+ADAPTER = "adapter_model.safetensors"  # of PEFT; some trainers write config.json beside it
 Array = NDArray[Any] | tuple[NDArray[Any], str]
 """A numpy array, or the raw bits and the dtype's name for dtypes that numpy lacks: (uint16 array, "BF16")."""
 
 
 def detect(path: Path) -> bool:
-    """A directory with config.json and at least one safetensors file (or their index)."""
+    """A directory with config.json and at least one safetensors file of a model (or their index)."""
     if not (path.is_dir() and (path / "config.json").exists()):
         return False
-    return (path / safetensors_file.INDEX).exists() or any(path.glob("*.safetensors"))
+    return (path / safetensors_file.INDEX).exists() or any(each.name != ADAPTER for each in path.glob("*.safetensors"))
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -44,7 +45,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
         ignored = "%s does not name %s in the same directory: that file is used and the index ignored"
         log.warning(ignored, place, safetensors_file.SINGLE)
         index = None
-    files = safetensors_file.shards_of(here, index, where, partial_files(path))
+    own = [file for file in here if file != ADAPTER]
+    files = safetensors_file.shards_of(own, index, where, partial_files(path))
     shards = {file: safetensors_file.read_file(path / file) for file in files}
     tensors = safetensors_file.tensors_of(shards, index, where, str(path))
     for file in set(here) - shards.keys():

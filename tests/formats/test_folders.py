@@ -5,13 +5,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support import family_of
+from lora_files import random_adapter
+from support import family_of, model_at
 from tiny_models import write_model
 
 from headstart.errors import ModelError
-from headstart.formats import open_checkpoint, safetensors
+from headstart.formats import is_checkpoint, open_checkpoint, safetensors
+from headstart.formats.adapter import is_adapter
 from headstart.formats.tensor_parts import MTP, part_of
 from headstart.placeholder import PARTIAL
+from headstart.tools.inspect import run as inspect
+from headstart.tools.inspect.run import InspectOptions
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 988097824\n"
 PLACEHOLDERS = {
@@ -106,3 +110,28 @@ def test_a_second_head_beside_the_shards_is_left(tmp_path: Path) -> None:
     safetensors.save(folder / "old.safetensors", {"mtp.fc.weight": np.ones((2, 2), np.float32)})
     tensors = open_checkpoint(folder).tensors
     assert tensors.keys() == arrays.keys() and {each.file.name for each in tensors.values()} == {"model.safetensors"}
+
+
+def test_an_adapter_with_a_copy_of_the_config_is_no_model(tmp_path: Path) -> None:
+    folder = llama(tmp_path / "m")
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text("{}")
+    assert not is_checkpoint(folder) and is_adapter(folder)
+    with pytest.raises(ModelError, match="is a LoRA adapter, not a whole model"):
+        open_checkpoint(folder)
+
+
+def test_an_adapter_beside_whole_weights_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = llama(tmp_path / "m")
+    before = open_checkpoint(folder).tensors.keys()
+    adapter = random_adapter(folder, 1)
+    for file in adapter.iterdir():
+        file.rename(folder / file.name)
+    assert open_checkpoint(folder).tensors.keys() == before and not is_adapter(folder)
+    said = f"a LoRA adapter lies beside the weights of {folder}, and is not used"
+    assert said in str(inspect.run(InspectOptions(model=str(folder))).data["findings"])
+    model_at(folder)
+    assert said in caplog.text
+    caplog.clear()
+    model_at(folder, lora=(f"a={folder}",))
+    assert not caplog.records

@@ -1,4 +1,4 @@
-"""Remarks on native heads: copied tensors, quantization, norms, RoPE, per-layer lists of the config, stray files.
+"""Remarks on checkpoints: copied tensors, quantization, norms, RoPE, per-layer lists, stray files, adapters.
 
 Each function of ABOUT checks one topic.
 """
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
+from headstart.formats.adapter import CONFIG as ADAPTER_CONFIG, beside_model
 from headstart.formats.base import Checkpoint, Tensor
 from headstart.formats.quantization import WeightHeader, settings_of
 from headstart.formats.sizes import NESTED, lookup, text_config
@@ -225,6 +226,11 @@ def _keys(subject: Subject) -> Iterator[Finding]:
         yield note("modules", f"{len(heads.modules)} modules are there, {count} declared")
 
 
+def _adapter(subject: Subject) -> Iterator[Finding]:
+    if (subject.checkpoint.path / ADAPTER_CONFIG).exists():
+        yield note("adapter", beside_model(subject.checkpoint.path))
+
+
 def _extra(subject: Subject) -> Iterator[Finding]:
     if extra := subject.heads.extra:
         more = f" and {len(extra) - 3} more" if len(extra) > 3 else ""
@@ -238,5 +244,5 @@ def _extra(subject: Subject) -> Iterator[Finding]:
 
 
 ABOUT: tuple[Callable[[Subject], Iterator[Finding]], ...] = (
-    _keys, _extra, _copies, _tied, _quantized, _conventions, _rope, _lists,
+    _adapter, _keys, _extra, _copies, _tied, _quantized, _conventions, _rope, _lists,
 )  # fmt: skip
