@@ -20,7 +20,16 @@ from headstart.core import Progress, SamplingParams
 from headstart.errors import UsageError
 from headstart.train.flags import ANSWER_TOKENS, Language
 from headstart.train.progress import print_line
-from headstart.train.records import Message, Shards, SkippedRecords, find_files, messages_of, read_json_lines
+from headstart.train.records import (
+    Message,
+    Shards,
+    SkippedRecords,
+    find_files,
+    layout_hint,
+    messages_of,
+    question_of,
+    read_json_lines,
+)
 
 GREEDY_SHARE = 0.5
 TEMPERATURES = (0.7, 1.0)  # range of temperatures of the answers that are not greedy
@@ -70,7 +79,8 @@ def read_prompts(paths: Sequence[Path]) -> list[ConversationPrompt]:
     for path in find_files(paths):
         parsed = list(read_json_lines(path, _parse_prompt, skipped := SkippedRecords()))
         if not parsed:
-            raise UsageError(f"{path} holds no prompts{skipped.example(path)}", 'each line is {"prompt": "..."}')
+            hint = layout_hint(path, 'each line is {"prompt": "..."}')
+            raise UsageError(f"{path} holds no prompts{skipped.example(path)}", hint)
         for line in skipped.lines():
             print_line(line)
         prompts += parsed
@@ -81,7 +91,8 @@ def _parse_prompt(data: Any, default_kind: str) -> ConversationPrompt:
     if not isinstance(data, dict):
         raise ValueError("not a JSON object")
     messages, before = _dicts(messages_of(data)), _dicts(data.get("history"))
-    questions: list[Any] = [data["prompt"]] if "prompt" in data else []
+    asked = question_of(data)
+    questions: list[Any] = [] if asked is None else [asked]
     if not questions and messages:
         questions = [m.get("content") for m in messages if m.get("role") == "user"]
         before = [m for m in messages[:1] if m.get("role") == "system"]

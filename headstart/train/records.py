@@ -1,7 +1,8 @@
 """Training records: JSONL lines in, token sequences with the rows that carry loss out.
 
-A line is one of {"messages": [{"role", "content"}, ...]}, {"prompt", "response"} and {"text"}; ShareGPT's
-{"conversations": [{"from", "value"}, ...]} and {"prompt", "completion"} are read, too. `kind` (else `category`) names
+A line is one of {"messages": [{"role", "content"}, ...]}, with OpenAI's `tools` and `tool_calls`, {"prompt",
+"response"} and {"text"}; ShareGPT's {"conversations": [{"from", "value"}, ...]}, Alpaca's {"instruction", "input",
+"output"} and {"prompt", "completion"} are read, too. `kind` (else `category`) names
 the kind of text in counts and held-out results; `source` and `licence` are for the model card. A line written by the
 model may carry its exact tokens as `prompt_ids` and `response_ids`, beside its text or alone. `held_out` (true or
 false) says whether the line is held out; without it a hash of the prompt decides.
@@ -10,6 +11,7 @@ false) says whether the line is held out; without it a hash of the prompt decide
 import hashlib
 import json
 import os
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -53,11 +55,11 @@ class ChatTokenizer:
         """Text to ids; special tokens written in the text become themselves."""
         return self.tokenizer.encode(text, add_special=False)
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool) -> str:
+    def render(self, messages: Sequence[Message], add_generation_prompt: bool, tools: Sequence[Message] = ()) -> str:
         """The chat template's text. Raises ValueError for a model without one."""
         if self.template is None:
             raise ValueError("the model has no chat template; only records with text can be used")
-        return self.template.render(messages, add_generation_prompt)
+        return self.template.render(messages, add_generation_prompt, tools or None)
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,7 @@ class TrainingRecord:
     kind: str
     text: str = ""  # plain text; empty for messages
     messages: tuple[Message, ...] = ()
+    tools: tuple[Message, ...] = ()  # functions that the messages may call
     prompt_ids: tuple[int, ...] = ()
     response_ids: tuple[int, ...] = ()
     held_out_flag: bool | None = None  # the line's own `held_out`
@@ -141,7 +144,7 @@ def check_files(paths: Iterable[Path]) -> list[Path]:
     files = find_files(paths)
     for path in files:
         if next(read_file(path, skipped := SkippedRecords()), None) is None:
-            raise UsageError(f"{path} holds no training records{skipped.example(path)}", _HINT)
+            raise UsageError(f"{path} holds no training records{skipped.example(path)}", layout_hint(path, _HINT))
     if not files:
         raise UsageError("there is no training data", "give --data files or folders, or --prompts")
     return files
@@ -153,6 +156,14 @@ def read_records(paths: Iterable[Path], skipped: SkippedRecords) -> list[Trainin
 
 
 _HINT = 'each line is {"messages": [...]}, {"prompt": ..., "response": ...} or {"text": ...}'
+
+
+def layout_hint(path: Path, lines: str) -> str:
+    """What to do about a file without usable lines; `lines`: what its lines should be."""
+    with path.open("rb") as file:
+        is_array = file.read(64).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+    name = shlex.quote(str(path))
+    return f"a JSON array is one line for each record after: jq -c '.[]' {name} > records.jsonl" if is_array else lines
 
 
 def read_json_lines(path: Path, parse: Callable[[Any, str], T], skipped: SkippedRecords) -> Iterator[T]:
@@ -190,12 +201,32 @@ def messages_of(line: Mapping[str, Any]) -> Any:
 def _as_message(given: Any) -> Any:
     if not isinstance(given, dict):
         return given
+    if isinstance(calls := given.get("tool_calls"), list) and calls:
+        return {**given, "content": given.get("content") or "", "tool_calls": [_as_call(each) for each in calls]}
     if "from" in given and "value" in given:
         given = {"role": _SHAREGPT_ROLES.get(str(given["from"]), given["from"]), "content": given["value"]}
     parts = given.get("content")
     if isinstance(parts, list) and all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts):
         return {**given, "content": "".join(part["text"] for part in parts)}
     return given
+
+
+def _as_call(given: Any) -> Any:
+    """A call in the form that templates read: its arguments are an object."""
+    function = given.get("function") if isinstance(given, dict) else None
+    if not (isinstance(function, dict) and isinstance(text := function.get("arguments"), str)):
+        return given
+    try:
+        return {**given, "function": {**function, "arguments": json.loads(text)}}
+    except json.JSONDecodeError:
+        raise ValueError("the arguments of a tool call are not JSON") from None
+
+
+def question_of(line: Mapping[str, Any]) -> Any:
+    """`prompt` of a line, else Alpaca's `instruction` and `input`; None without them."""
+    if "prompt" in line or not isinstance(line.get("instruction"), str):
+        return line.get("prompt")
+    return "\n\n".join(filter(None, [line["instruction"], str(line.get("input") or "").strip()]))
 
 
 def parse_record(line: Any, default_kind: str) -> TrainingRecord:
@@ -211,8 +242,12 @@ def parse_record(line: Any, default_kind: str) -> TrainingRecord:
     if isinstance(line.get("held_out"), bool):
         ids["held_out_flag"] = line["held_out"]
     if "messages" in line or "conversations" in line:
-        return TrainingRecord(kind, messages=_checked_messages(messages_of(line)), **ids)
-    prompt, response = line.get("prompt"), line.get("response", line.get("completion"))
+        tools = line.get("tools") or []
+        if not isinstance(tools, list) or not all(isinstance(each, dict) for each in tools):
+            raise ValueError("tools is not a list of objects")
+        return TrainingRecord(kind, messages=_checked_messages(messages_of(line)), tools=tuple(tools), **ids)
+    prompt = question_of(line)
+    response = next((line[name] for name in ("response", "completion", "output") if name in line), None)
     if isinstance(prompt, str) and isinstance(response, str):
         pair = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
         return TrainingRecord(kind, messages=_checked_messages(pair), **ids)
@@ -232,7 +267,7 @@ def _checked_messages(messages: Any) -> tuple[Message, ...]:
         raise ValueError("messages is not a list of objects")
     if not all(isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages):
         raise ValueError("a message lacks role or content")
-    if not any(m["role"] == "assistant" and m["content"].strip() for m in messages):
+    if not any(m["role"] == "assistant" and (m["content"].strip() or m.get("tool_calls")) for m in messages):
         raise ValueError("no answer of an assistant")
     return tuple(messages)
 
@@ -272,8 +307,8 @@ def _encode_chat(record: TrainingRecord, text: ChatTokenizer) -> Example:
     for i, message in enumerate(record.messages):
         if message["role"] != "assistant":
             continue
-        prompt = text.render(record.messages[:i], True)
-        whole = text.render(record.messages[: i + 1], False)
+        prompt = text.render(record.messages[:i], True, record.tools)
+        whole = text.render(record.messages[: i + 1], False, record.tools)
         if not (prompt.startswith(done) and whole.startswith(prompt)):
             raise ValueError("the chat template rewrites earlier turns")
         context, answer = text.encode(prompt[len(done) :]), text.encode(whole[len(prompt) :])

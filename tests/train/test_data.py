@@ -16,6 +16,7 @@ from headstart.api import LLM
 from headstart.cli.main import main
 from headstart.config import EngineConfig
 from headstart.errors import CapacityError, UsageError
+from headstart.text.chat import ChatTemplate
 from headstart.train import generate, self_distillation
 from headstart.train.generate import is_usable
 from headstart.train.plain_text import cut_text, detect_language, foreign_passages, passages, read_tree
@@ -107,16 +108,47 @@ def test_other_record_layouts_are_read(tmp_path: Path) -> None:
         {"conversations": [{"from": name, "value": text} for name, text in turns]},
         {"messages": [{"role": each, "content": [{"type": "text", "text": each}]} for each in ("user", "assistant")]},
         {"prompt": "q", "completion": "a"},
+        {"instruction": "q", "input": "", "output": "a"},
+        {"instruction": "q", "input": "i", "output": "a"},
     ]
     path.write_text("\r\n".join(map(json.dumps, lines)), "utf-8-sig")
     found = read_records([path], skipped := SkippedRecords())
     assert not skipped.count
     assert [[(each["role"], each["content"]) for each in record.messages] for record in found] == [
         [("system", "s"), ("user", "q"), ("assistant", "a")], [("user", "user"), ("assistant", "assistant")],
-        [("user", "q"), ("assistant", "a")],
+        [("user", "q"), ("assistant", "a")], [("user", "q"), ("assistant", "a")],
+        [("user", "q\n\ni"), ("assistant", "a")],
     ]  # fmt: skip
     prompts = generate.read_prompts([path])
-    assert [prompt.messages[-1]["content"] for prompt in prompts] == ["q", "user", "q"]
+    assert [prompt.messages[-1]["content"] for prompt in prompts] == ["q", "user", "q", "q", "q\n\ni"]
+    path.write_text(json.dumps(lines, indent=2))
+    for read in (lambda: read_records([path], SkippedRecords()), lambda: generate.read_prompts([path])):
+        with pytest.raises(UsageError) as refused:
+            read()
+        assert refused.value.hint.endswith(f"jq -c '.[]' {path} > records.jsonl")
+
+
+def test_tool_calls_are_answers(tmp_path: Path) -> None:
+    llm = LLM(str(write_tiny("qwen3", tmp_path / "m")), EngineConfig(threads=1))
+    template = ChatTemplate(
+        "{{ tools[0].name }}:{% for m in messages %}{{ m.role }} {{ m.content }}"
+        "{% for c in m.tool_calls %}{{ c.function.arguments.city }}{% endfor %};{% endfor %}"
+        "{% if add_generation_prompt %}assistant {% endif %}"
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"city": "the thing"}'}}
+    messages = [
+        {"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "an ant"}, {"role": "assistant", "content": "the end"},
+    ]  # fmt: skip
+    record = parse_record({"messages": messages, "tools": [{"name": "f"}]}, "x")
+    text = ChatTokenizer(llm.tokenizer, template, llm.model.config.vocab_size)
+    (example,) = encode_records([record], text, SkippedRecords())
+    assert llm.tokenizer.decode(example.tokens.tolist()).startswith("f:user q;assistant the thing;tool an ant;")
+    answers = llm.tokenizer.decode(example.tokens[1:][example.loss[:-1]].tolist())
+    assert answers == "the thing;the end;"
+    call["function"]["arguments"] = "{"
+    with pytest.raises(ValueError, match="arguments of a tool call are not JSON"):
+        parse_record({"messages": messages}, "x")
 
 
 MALFORMED = ('{"a":' * 20_000, '"x"', '{"messages": [{"role": "user", "content": "\\ud800"}]}', "{")
