@@ -27,6 +27,8 @@ MODEL = "MODEL"  # key of OPTIONS for the positional argument
 OPTIONS: Mapping[str, str] = {
     MODEL: "-m --model --model-path --model-id -hf -hfr --hf-repo",
     "--prompt": "-p",
+    "--input-tokens": "-p --n-prompt --random-input-len",
+    "--output-tokens": "-n --n-gen --random-output-len",
     "--prompt-file": "-f --file",
     "--lora": "--adapter --adapter-path --lora-paths --lora-adapters --lora-modules --lora-scaled",
     "--system": "-sys --system-prompt",
@@ -36,6 +38,7 @@ OPTIONS: Mapping[str, str] = {
     "--requests": "-n --num-prompts",
     "--threads": "-t --n-threads --num-threads",
     "--temperature": "-t --temp",
+    "--seed": "-s",
     "--repetition-penalty": "--repeat-penalty",
     "--stop": "-r --reverse-prompt --stop-sequence",
     "--max-model-len": "-c --ctx-size --num-ctx --context-length --max-seq-len --max-kv-size",
@@ -52,6 +55,7 @@ OPTIONS: Mapping[str, str] = {
     "--drafter": "--spec-type --speculative-algorithm --speculative-algo --spec-method",
     "--served-model-name": "-a --alias",
     "--chat-template": "--chat-template-file",
+    "--no-web": "--no-webui --no-ui",
     "--gpu-memory-utilization": "--mem-fraction-static --gpu-memory-fraction",
     "--tp": "--tensor-parallel-size -tp --tp-size",
 }

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from headstart.api import LLM, Choice
 from headstart.core import Progress, SamplingParams
-from headstart.errors import UsageError
+from headstart.errors import ModelError, UsageError
 from headstart.train.flags import ANSWER_TOKENS, Language
 from headstart.train.progress import print_line
 from headstart.train.records import (
@@ -118,7 +118,7 @@ def answer_prompts(
     should_end: Callable[[], EndReason | None] = lambda: None,
 ) -> None:  # fmt: skip
     """Answer the prompts that `shards` do not hold yet, `wave` prompts at a time. Prompts that do not fit into the
-    context together with `max_tokens` are left out.
+    context together with `max_tokens`, or that the chat template refuses, are named and left out.
 
     `should_end` is called after each step. At "enough", unfinished answers are dropped: a later run writes them in
     full. At "late", they are kept as they are.
@@ -132,10 +132,10 @@ def answer_prompts(
         shards.append(record)
         on_record(record)
         following = [prompt.next_prompt(choice.text)] if prompt.later_questions and reason == "stop" else []
-        waiting.extend(each for each in following if _fits(llm, each, max_tokens))
+        waiting.extend(each for each in following if not _obstacle(llm, each, max_tokens))
 
     for start in range(0, len(missing), wave):
-        part = [p for p in missing[start : start + wave] if _fits(llm, p, max_tokens)]
+        part = _askable(llm, missing[start : start + wave], max_tokens)
         waiting, concurrent, ended = deque(part), MIN_CONCURRENT, 0
         with llm.session() as session:
             prompt_of = {}
@@ -198,8 +198,27 @@ def _model_input(llm: LLM, prompt: ConversationPrompt) -> str | list[Message]:
     return list(prompt.messages) if llm.has_chat_template else str(prompt.messages[-1]["content"])
 
 
-def _fits(llm: LLM, prompt: ConversationPrompt, max_tokens: int) -> bool:
-    return len(llm.encode(_model_input(llm, prompt))) + max_tokens <= int(llm.info["context"])
+def _askable(llm: LLM, prompts: Sequence[ConversationPrompt], max_tokens: int) -> list[ConversationPrompt]:
+    """The prompts without an obstacle; prints lines about the others."""
+    askable, skipped = [], SkippedRecords()
+    for prompt in prompts:
+        if why := _obstacle(llm, prompt, max_tokens):
+            skipped.add(f"a prompt ({prompt.kind})", why)
+        else:
+            askable.append(prompt)
+    for line in skipped.lines():
+        print_line(line)
+    return askable
+
+
+def _obstacle(llm: LLM, prompt: ConversationPrompt, max_tokens: int) -> str:
+    """Why a prompt cannot be asked; empty if it can."""
+    try:
+        num_tokens = len(llm.encode(_model_input(llm, prompt)))
+    except (UsageError, ModelError) as error:  # of the chat template
+        return error.message
+    context = int(llm.info["context"])
+    return "" if num_tokens + max_tokens <= context else f"it has no place in the context of {context} tokens"
 
 
 def sampling_params(prompt: ConversationPrompt, seed: int, max_tokens: int) -> SamplingParams:

@@ -162,7 +162,8 @@ def check_bound(minutes: float | None, tokens: int | None, seed: int) -> None:
     if not 0 <= seed <= MAX_SEED:
         raise UsageError(f"--seed is {seed}, but must be between 0 and {MAX_SEED}")
     if (minutes is None) == (tokens is None):
-        raise UsageError("train needs a bound: exactly one of --minutes and --tokens", "for example --minutes 60")
+        hint = "for example --minutes 60" if minutes is None else "both are given: leave one out"
+        raise UsageError("train needs a bound: exactly one of --minutes and --tokens", hint)
     check_limits(minutes, tokens)
 
 

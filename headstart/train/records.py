@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.core import Int32
-from headstart.errors import CapacityError, UsageError
+from headstart.errors import CapacityError, ModelError, UsageError
 from headstart.text.chat import ChatTemplate
 from headstart.text.tokenizer import Tokenizer
 
@@ -284,8 +284,8 @@ def encode_records(records: Iterable[TrainingRecord], text: ChatTokenizer, skipp
                 examples.append(_encode_exact(record))
             else:
                 examples.append(_encode_chat(record, text))
-        except ValueError as error:
-            skipped.add(f"record {number} ({record.kind})", str(error))
+        except (ValueError, UsageError, ModelError) as error:  # the latter two are of the chat template
+            skipped.add(f"record {number} ({record.kind})", getattr(error, "message", str(error)))
     if not any(not example.held_out for example in examples):
         raise UsageError("no record is left to train on", next(iter(skipped.first), "add data"))
     return examples
@@ -311,6 +311,8 @@ def _encode_chat(record: TrainingRecord, text: ChatTokenizer) -> Example:
         whole = text.render(record.messages[: i + 1], False, record.tools)
         if not (prompt.startswith(done) and whole.startswith(prompt)):
             raise ValueError("the chat template rewrites earlier turns")
+        if not all(name in whole[len(prompt) :] for name in _called(message)):
+            raise ValueError("the chat template does not write tool calls")
         context, answer = text.encode(prompt[len(done) :]), text.encode(whole[len(prompt) :])
         end = next((n + 1 for n, token in enumerate(answer) if token in text.end_ids), len(answer))
         ids += context + answer
@@ -321,6 +323,12 @@ def _encode_chat(record: TrainingRecord, text: ChatTokenizer) -> Example:
     if loss.sum() < 2:
         raise ValueError(f"no answer within {MAX_TOKENS} tokens")
     return Example(record.kind, tokens, loss, record.held_out)
+
+
+def _called(message: Message) -> list[str]:
+    """Names of the functions that a message calls."""
+    functions = [call.get("function", call) for call in message.get("tool_calls") or () if isinstance(call, dict)]
+    return [str(each["name"]) for each in functions if isinstance(each, dict) and "name" in each]
 
 
 def _check_ids(record: TrainingRecord, text: ChatTokenizer) -> None:

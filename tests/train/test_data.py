@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -132,7 +133,7 @@ def test_tool_calls_are_answers(tmp_path: Path) -> None:
     llm = LLM(str(write_tiny("qwen3", tmp_path / "m")), EngineConfig(threads=1))
     template = ChatTemplate(
         "{{ tools[0].name }}:{% for m in messages %}{{ m.role }} {{ m.content }}"
-        "{% for c in m.tool_calls %}{{ c.function.arguments.city }}{% endfor %};{% endfor %}"
+        "{% for c in m.tool_calls %}{{ c.function.name }} {{ c.function.arguments.city }}{% endfor %};{% endfor %}"
         "{% if add_generation_prompt %}assistant {% endif %}"
     )
     call = {"type": "function", "function": {"name": "f", "arguments": '{"city": "the thing"}'}}
@@ -143,9 +144,15 @@ def test_tool_calls_are_answers(tmp_path: Path) -> None:
     record = parse_record({"messages": messages, "tools": [{"name": "f"}]}, "x")
     text = ChatTokenizer(llm.tokenizer, template, llm.model.config.vocab_size)
     (example,) = encode_records([record], text, SkippedRecords())
-    assert llm.tokenizer.decode(example.tokens.tolist()).startswith("f:user q;assistant the thing;tool an ant;")
+    assert llm.tokenizer.decode(example.tokens.tolist()).startswith("f:user q;assistant f the thing;tool an ant;")
     answers = llm.tokenizer.decode(example.tokens[1:][example.loss[:-1]].tolist())
-    assert answers == "the thing;the end;"
+    assert answers == "f the thing;the end;"
+    plain = parse_record({"prompt": "q", "response": "an ant"}, "x")
+    loop = "{% for m in messages %}{{ m.content }};{% endfor %}"
+    refusing = ChatTemplate("{{ raise_exception('no tools') if tools }}" + loop)
+    for other, reason in ((llm.chat_template, "does not write tool calls"), (refusing, "no tools")):
+        encode_records([record, plain], replace(text, template=other), skipped := SkippedRecords())
+        assert skipped.count == 1 and reason in skipped.first[0]
     call["function"]["arguments"] = "{"
     with pytest.raises(ValueError, match="arguments of a tool call are not JSON"):
         parse_record({"messages": messages}, "x")
@@ -168,6 +175,23 @@ def test_malformed_lines_are_named(tmp_path: Path, capsys: pytest.CaptureFixture
     path.write_text('{"text": "t"}')
     with pytest.raises(UsageError, match=r"holds no prompts \(line 1: has no question\)"):
         generate.read_prompts([path])
+
+
+def test_prompts_that_cannot_be_asked_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_tiny("qwen3", tmp_path / "m")
+    refuses = "{{ raise_exception('no system') if messages[0].role == 'system' }}{{ messages[0].content }}"
+    (folder / "chat_template.jinja").write_text(refuses)
+    llm = LLM(str(folder), EngineConfig(threads=1, max_model_len=64))
+    (path := tmp_path / "x.jsonl").write_text(
+        '{"history": [{"role": "system", "content": "s"}], "prompt": "q"}\n{"prompt": "an ant"}\n'
+        + json.dumps({"prompt": "the " * 99})
+    )
+    with Shards(tmp_path / "out", "answers") as shards:
+        generate.answer_prompts(llm, generate.read_prompts([path]), shards, max_tokens=4)
+        assert [record["messages"][0]["content"] for record in shards] == ["an ant"]
+    shown = capsys.readouterr().err
+    assert "skipped a prompt (x): the chat template refuses the messages: no system" in shown
+    assert "skipped a prompt (x): it has no place in the context of 64 tokens" in shown
 
 
 def test_token_ids_of_another_model_are_refused(tmp_path: Path) -> None:

@@ -490,8 +490,8 @@ def test_token_ids_of_records_are_used_unchanged() -> None:
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ({"tokens": None}, "exactly one of"),
-    ({"minutes": 5.0}, "exactly one of"),
+    ({"tokens": None}, "exactly one of.*for example --minutes 60"),
+    ({"minutes": 5.0}, "exactly one of.*leave one out"),
     ({"tokens": 0}, "above 0"),
     ({"data": ()}, "text to learn from"),
 ])  # fmt: skip
