@@ -24,6 +24,7 @@ COMMANDS: Mapping[str, str] = {
 }
 MIN_SIMILARITY = 0.75  # smallest similarity (0 to 1) of an unknown flag and a flag to suggest
 MODEL = "MODEL"  # key of OPTIONS for the positional argument
+FILE_IN_REPO = ("-hff", "--hf-file")  # name a file of the Hub repo that an earlier flag names
 OPTIONS: Mapping[str, str] = {
     MODEL: "-m --model --model-path --model-id -hf -hfr --hf-repo",
     "--prompt": "-p",

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from itertools import takewhile
 
 from headstart import registry
-from headstart.cli.foreign_flags import EXTRA_ARGUMENT, MIN_SIMILARITY, MODEL, NOT_NEEDED, counterparts
+from headstart.cli.foreign_flags import EXTRA_ARGUMENT, FILE_IN_REPO, MIN_SIMILARITY, MODEL, NOT_NEEDED, counterparts
 from headstart.cli.parser import Command
 from headstart.cli.vllm_flags import FLAGS, hint_of, vllm_name, with_dashes
 from headstart.config import MAX_DEPTH
@@ -112,6 +112,8 @@ class _Translation:
         option = [*ours[:1], *([text] if text else [])]
         if MODEL in ours:
             self.model += values
+        elif flag in FILE_IN_REPO and self.model and values:
+            self.model[-1] += f"/{values[0]}"
         elif ours and (text or is_switch) and self._fits(option):
             self.options.append(option)
         else:
