@@ -17,7 +17,7 @@ from headstart.api import LLM
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
-    """The default model, served by a process of its own."""
+    """A `headstart serve` process with the default model."""
     if hub.cached_trunk() is None:
         pytest.skip("the default model is not in the cache: headstart pull")
     with running("--threads", "1", "--max-num-seqs", "16", "--kv-blocks", "1024", "--price-per-hour", "36") as found:
@@ -31,14 +31,14 @@ def openai_client(server: Server) -> OpenAI:
 
 @pytest.fixture(scope="session")
 def llm() -> LLM:
-    """The default model, for servers inside this process."""
+    """The default model, for servers in this process."""
     if hub.cached_trunk() is None:
         pytest.skip("the default model is not in the cache: headstart pull")
     return LLM(None, ENGINE)
 
 
 @pytest.fixture(scope="session")
-def seeing() -> LLM:
+def vision_llm() -> LLM:
     """A tiny model that reads images."""
     from vision_models import gemma3
 

@@ -1,4 +1,4 @@
-"""The server in a thread of this process, so that tests can change its limits."""
+"""A server over an LLM in a thread of the test process, so that tests can change its limits."""
 
 import asyncio
 import socket
@@ -31,8 +31,8 @@ async def tokens_of(stream: RequestStream) -> list[int]:
         stream.close()
 
 
-class Inside(HttpServer):
-    """`client` for whole answers, `connect` for raw ones."""
+class LlmServer(HttpServer):
+    """A server with an HTTP client (`client`) and raw connections (`connect`, `exchange`)."""
 
     def __init__(self, port: int, served: ServedModel, state: ServerState) -> None:
         self.port, self.served, self.state = port, served, state
@@ -43,7 +43,7 @@ class Inside(HttpServer):
         return socket.create_connection(("127.0.0.1", self.port), timeout=PATIENCE)
 
     def exchange(self, *packets: bytes) -> bytes:
-        """All that comes until the server closes the connection."""
+        """Sends the packets; returns all bytes received until the server closes the connection."""
         with self.connect() as connection:
             for packet in packets:
                 connection.sendall(packet)
@@ -59,7 +59,7 @@ def read_all(connection: socket.socket) -> bytes:
 
 
 def state_of(app: Any) -> ServerState:
-    """Of the application inside its guards."""
+    """The server state of an application wrapped in middleware."""
     while not isinstance(app, FastAPI):
         app = app.app
     state: ServerState = app.state.headstart
@@ -67,13 +67,13 @@ def state_of(app: Any) -> ServerState:
 
 
 @contextmanager
-def inside(llm: LLM, **settings: Any) -> Iterator[Inside]:
-    """A server over `llm`; ServerConfig's settings."""
+def serve_llm(llm: LLM, **settings: Any) -> Iterator[LlmServer]:
+    """A server over `llm`; `settings` are fields of ServerConfig."""
     config = ServerConfig(**settings)
     models = single_model_manager(llm, config)
     app, served = app_over(models, config), models.loaded[0]
     bound = socket.socket()
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # so that a late reader is noticed soon
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)  # a small buffer, so that a slow reader is noticed soon
     bound.bind(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, http=HttpProtocol, ws="none", log_config=None, access_log=False))
     started = threading.Event()
@@ -89,7 +89,7 @@ def inside(llm: LLM, **settings: Any) -> Iterator[Inside]:
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
     thread.start()
     assert started.wait(PATIENCE)
-    found = Inside(bound.getsockname()[1], served, state_of(app))
+    found = LlmServer(bound.getsockname()[1], served, state_of(app))
     try:
         yield found
     finally:

@@ -1,4 +1,4 @@
-"""A real `headstart serve` process on a free port."""
+"""A `headstart serve` process on a free port."""
 
 import re
 import signal
@@ -24,7 +24,7 @@ WEATHER: dict[str, Any] = {"name": "get_weather", "description": "The weather of
 
 
 class HttpServer:
-    """A server at `url`, and a client for it."""
+    """A server's URL and an HTTP client for it."""
 
     url: str
     client: httpx.Client
@@ -37,14 +37,14 @@ class HttpServer:
         return sum(map(float, found))
 
     def wait_idle(self) -> None:
-        """Until nothing runs, waits, or holds KV blocks."""
+        """Waits until no request runs or is queued and no KV block is in use."""
         names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
         until(lambda: not any(self.metric(name) for name in names), lambda: self.client.get("/metrics").text)
 
 
 @dataclass(eq=False)
 class Server(HttpServer):
-    """The running process and a client for it."""
+    """The process of a server, its log and an HTTP client."""
 
     process: subprocess.Popen[bytes]
     log: Path
@@ -58,7 +58,7 @@ class Server(HttpServer):
 
 @contextmanager
 def running(*arguments: str, port: int = 0) -> Iterator[Server]:
-    """`headstart serve ARGUMENTS`, listening; killed at the end if it still runs."""
+    """A listening `headstart serve ARGUMENTS`; killed at the end if still running."""
     log = Path(tempfile.mkdtemp()) / "log"
     with log.open("wb") as file:
         command = [PROGRAM, "serve", "--port", str(port), *arguments]

@@ -1,4 +1,4 @@
-"""What an API key may have: budgets that refuse and say when to come again, and turns that no key takes from others."""
+"""Accounts of API keys: rate limits with Retry-After, fair scheduling between keys, key files."""
 
 import hashlib
 import re
@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import support
-from inside import Inside, inside
+from inside import LlmServer, serve_llm
 
 from headstart.api import LLM
 from headstart.cli.main import main
@@ -25,7 +25,7 @@ TEXT = "/v1/completions"
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """Seconds that the buckets see; tests add to them."""
+    """The clock of the token buckets in seconds; tests advance it."""
     now = [1000.0]
     monkeypatch.setattr(accounts.time, "monotonic", lambda: now[0])
     yield now
@@ -35,7 +35,7 @@ def account(**limits: Any) -> Account:
     return Account("name", b"", AccountLimits(**limits))
 
 
-def test_a_bucket_fills_steadily_and_may_be_overdrawn(clock: list[float]) -> None:
+def test_token_bucket_refills_steadily_and_may_be_overdrawn(clock: list[float]) -> None:
     bucket = TokenBucket(60, 60)
     bucket.take(90)
     assert (bucket.level, bucket.wait_s(0), bucket.wait_s(10)) == (-30, 30, 40)
@@ -45,7 +45,7 @@ def test_a_bucket_fills_steadily_and_may_be_overdrawn(clock: list[float]) -> Non
     assert bucket.level == 60
 
 
-def test_requests_a_minute(clock: list[float]) -> None:
+def test_requests_per_minute_limit(clock: list[float]) -> None:
     found = account(requests_per_minute=2)
     found.begin(5)
     found.begin(5)
@@ -60,10 +60,10 @@ def test_requests_a_minute(clock: list[float]) -> None:
     assert (found.requests, found.refused) == (2, 1)
 
 
-def test_tokens_are_those_of_prompts_and_of_what_was_written(clock: list[float]) -> None:
+def test_token_limits_count_prompt_and_output_tokens(clock: list[float]) -> None:
     found = account(tokens_per_minute=100, tokens_per_day=1000)
     found.begin(60)
-    found.charge_output(70)  # a text goes on, however little is left
+    found.charge_output(70)  # output is charged after the fact, even beyond the budget
     with pytest.raises(LimitError, match="no tokens left"):
         found.check()
     assert found.headers()["x-ratelimit-remaining-tokens"] == "0"
@@ -77,12 +77,12 @@ def test_tokens_are_those_of_prompts_and_of_what_was_written(clock: list[float])
         clock[0] += 60
         found.begin(90)
     clock[0] += 60
-    with pytest.raises(LimitError) as refused:  # the day's
+    with pytest.raises(LimitError) as refused:  # by the limit per day
         found.begin(90)
     assert refused.value.seconds > 600
 
 
-def test_a_refused_request_costs_nothing(clock: list[float]) -> None:
+def test_refused_requests_are_not_charged(clock: list[float]) -> None:
     found = account(requests_per_minute=10, tokens_per_minute=50)
     found.begin(40)
     for _ in range(20):
@@ -95,11 +95,11 @@ DURATIONS = [(0.02, "20ms"), (1, "1s"), (360, "6m0s"), (86400, "24h0s"), (3725, 
 
 
 @pytest.mark.parametrize(("seconds", "text"), DURATIONS)
-def test_durations_are_written_as_by_openai(seconds: float, text: str) -> None:
+def test_durations_have_openai_format(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
-def test_no_key_takes_all_places_of_the_queue() -> None:
+def test_one_key_cannot_fill_the_queue() -> None:
     both = Accounts.of(["one", "two"], None)
     greedy, other = both
     room = 48
@@ -143,14 +143,14 @@ def test_keys_are_found_by_hash(tmp_path: Path) -> None:
     ("[a]\nkey = 'a'\npriority = 1.5", "a: priority is 1.5"),
     ("[a]\nkey = 'a'\npriority = 99999999999", "a: priority is 99999999999"),
 ])  # fmt: skip
-def test_wrong_files(text: str, message: str, tmp_path: Path) -> None:
+def test_invalid_key_files_name_the_entry(text: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "keys.toml"
     file.write_text(text)
     with pytest.raises(UsageError, match=re.escape(message)):
         read_file(file)
 
 
-def test_wrong_files_end_the_command_before_a_model_is_loaded(
+def test_invalid_key_file_ends_serve_before_the_model_is_loaded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", "/nowhere/model", "--api-key-file", str(tmp_path / "none.toml")]) == 2
@@ -161,7 +161,7 @@ def test_wrong_files_end_the_command_before_a_model_is_loaded(
     assert "given twice" in capsys.readouterr().err
 
 
-# Servers.
+# Rate limits and fairness over HTTP.
 
 KEYS = """\
 [greedy]
@@ -177,20 +177,20 @@ CONFIG = EngineConfig(**{**support.SMALL, "dtype": "float64", "max_num_seqs": 4}
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Inside]:
+def server(tmp_path: Path) -> Iterator[LlmServer]:
     (tmp_path / "keys.toml").write_text(KEYS)
-    with inside(LLM(support.headed_model("llama"), CONFIG), api_key_file=tmp_path / "keys.toml") as found:
+    with serve_llm(LLM(support.headed_model("llama"), CONFIG), api_key_file=tmp_path / "keys.toml") as found:
         found.client.headers["Authorization"] = "Bearer other"
         yield found
 
 
-def asked(server: Inside, key: str, **more: Any) -> httpx.Response:
+def complete(server: LlmServer, key: str, **more: Any) -> httpx.Response:
     body = {"prompt": [3, 4, 5], "max_tokens": 16, "ignore_eos": True, "seed": 1, **more}
     return server.client.post(TEXT, json=body, headers={"Authorization": f"Bearer {key}"})
 
 
-def test_one_key_with_64_requests_does_not_starve_another(server: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
-    """First come, first served would have the other wait for nearly all of them."""
+def test_one_key_with_64_requests_does_not_starve_another(server: LlmServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With first come, first served the other key would wait for nearly all 64."""
     engine, all_wait, order = server.served.llm.engine, threading.Event(), list[str]()
     forward, finish, admission = engine.runner.forward, engine.scheduler.finish, server.served.admission
     monkeypatch.setattr(engine.runner, "forward", lambda spans: all_wait.wait(support.PATIENCE) and forward(spans))
@@ -201,9 +201,9 @@ def test_one_key_with_64_requests_does_not_starve_another(server: Inside, monkey
 
     monkeypatch.setattr(engine.scheduler, "finish", finished)
     with ThreadPoolExecutor(67) as threads:
-        answers = [threads.submit(asked, server, "greedy", seed=seed) for seed in range(64)]
+        answers = [threads.submit(complete, server, "greedy", seed=seed) for seed in range(64)]
         support.until(lambda: admission.num_in_flight == 64)
-        answers += [threads.submit(asked, server, "other", seed=seed) for seed in range(3)]
+        answers += [threads.submit(complete, server, "other", seed=seed) for seed in range(3)]
         support.until(lambda: admission.num_in_flight == 67)
         all_wait.set()
     assert [each.result().status_code for each in answers] == [200] * 67
@@ -212,23 +212,23 @@ def test_one_key_with_64_requests_does_not_starve_another(server: Inside, monkey
     assert [owner == greedy for owner in order[:20]].count(False) == 3
 
 
-def test_budgets_refuse_and_say_so(server: Inside) -> None:
-    first = asked(server, "small")
+def test_exhausted_budget_returns_429_with_rate_limit_headers(server: LlmServer) -> None:
+    first = complete(server, "small")
     assert first.status_code == 200
     left = {name: value for name, value in first.headers.items() if name.startswith("x-ratelimit")}
     assert left["x-ratelimit-limit-requests"] == "2"
     assert left["x-ratelimit-remaining-requests"] == "1"
     assert int(left["x-ratelimit-remaining-tokens"]) < 200
     assert re.fullmatch(r"\d+(ms|s)", left["x-ratelimit-reset-tokens"])
-    assert asked(server, "small", stream=True).headers["x-ratelimit-remaining-requests"] == "0"
-    refused = asked(server, "small")
+    assert complete(server, "small", stream=True).headers["x-ratelimit-remaining-requests"] == "0"
+    refused = complete(server, "small")
     assert refused.status_code == 429
     assert refused.json()["error"]["type"] == "rate_limit_error"
     assert 1 <= int(refused.headers["retry-after"]) <= 30
     assert refused.headers["x-ratelimit-remaining-requests"] == "0"
-    assert asked(server, "other").status_code == 200
-    assert "x-ratelimit-limit-requests" not in asked(server, "other").headers
-    assert asked(server, "nobody").status_code == 401
+    assert complete(server, "other").status_code == 200
+    assert "x-ratelimit-limit-requests" not in complete(server, "other").headers
+    assert complete(server, "nobody").status_code == 401
     name = hashlib.sha256(b"small").hexdigest()[:8]
     metrics = server.client.get("/metrics").text
     counts = {what: float(re.findall(rf'headstart:key_{what}_total{{[^}}]*key="{name}"[^}}]*}} (\S+)', metrics)[0])

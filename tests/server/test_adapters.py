@@ -1,11 +1,11 @@
-"""LoRA adapters over HTTP: models of their own in every API, loaded at start or by a client."""
+"""LoRA adapters over HTTP: selected by model name in every API, loaded at start or by a client."""
 
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from inside import Inside, inside
+from inside import LlmServer, serve_llm
 from lora_files import random_adapter
 from support import new_folder
 from tiny_models import write_tiny
@@ -27,15 +27,15 @@ def folders() -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def server(folders: list[Path]) -> Iterator[Inside]:
+def server(folders: list[Path]) -> Iterator[LlmServer]:
     with (
         LLM(folders[0], ENGINE, lora={"one": folders[1]}) as llm,
-        inside(llm, served_model_name=["base"], allow_lora_updates=True) as found,
+        serve_llm(llm, served_model_name=["base"], allow_lora_updates=True) as found,
     ):
         yield found
 
 
-def completion(server: Inside, model: str, prompt: Any = PROMPT) -> list[int]:
+def completion(server: LlmServer, model: str, prompt: Any = PROMPT) -> list[int]:
     body = {"model": model, "prompt": prompt, "return_token_ids": True, **PARAMS}
     response = server.client.post("/v1/completions", json=body)
     assert response.status_code == 200, response.text
@@ -44,7 +44,7 @@ def completion(server: Inside, model: str, prompt: Any = PROMPT) -> list[int]:
     return ids
 
 
-def test_an_adapter_is_a_model(server: Inside, folders: list[Path]) -> None:
+def test_adapter_is_selected_by_model_name(server: LlmServer, folders: list[Path]) -> None:
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     with LLM(folders[0], ENGINE, lora=folders[1]) as llm:
         expected = {
@@ -55,8 +55,7 @@ def test_an_adapter_is_a_model(server: Inside, folders: list[Path]) -> None:
     assert found == expected and found["one"] != found["base"]
 
 
-def test_other_apis(server: Inside) -> None:
-    """The same adapter answers in chats of all APIs, and embeds."""
+def test_adapter_answers_in_every_api(server: LlmServer) -> None:
 
     def posted(path: str, **body: Any) -> Any:
         return server.client.post(path, json=body).json()
@@ -73,7 +72,7 @@ def test_other_apis(server: Inside) -> None:
     assert all(one != base for one, base in zip(texts["one"], texts["base"], strict=True))
 
 
-def test_the_list_of_models_has_adapters(server: Inside, folders: list[Path]) -> None:
+def test_model_list_contains_adapters(server: LlmServer, folders: list[Path]) -> None:
     data = {each["id"]: each for each in server.client.get("/v1/models").json()["data"]}
     assert data["one"]["parent"] == "base" and data["one"]["root"] == str(folders[1]) and data["base"]["parent"] is None
     assert server.client.get("/v1/models/one").json()["id"] == "one"
@@ -81,7 +80,7 @@ def test_the_list_of_models_has_adapters(server: Inside, folders: list[Path]) ->
     assert {"base:latest", "one:latest"} <= set(names)
 
 
-def test_clients_load_and_unload(server: Inside, folders: list[Path]) -> None:
+def test_clients_load_and_unload_adapters(server: LlmServer, folders: list[Path]) -> None:
     load = {"lora_name": "two", "lora_path": str(folders[2])}
     assert server.client.post("/v1/completions", json={"model": "two", "prompt": PROMPT}).status_code == 404
     response = server.client.post("/v1/load_lora_adapter", json=load)
@@ -116,7 +115,7 @@ def test_clients_load_and_unload(server: Inside, folders: list[Path]) -> None:
         ({"lora_name": "base", "lora_path": "ADAPTER", "load_inplace": True}, "the name 'base' is in use"),
     ],
 )
-def test_wrong_requests(server: Inside, folders: list[Path], body: dict[str, Any], message: str) -> None:
+def test_invalid_loads_are_refused(server: LlmServer, folders: list[Path], body: dict[str, Any], message: str) -> None:
     paths = {"MODEL": str(folders[0]), "ADAPTER": str(folders[1])}
     body = {key: paths.get(value, value) for key, value in body.items()}
     response = server.client.post("/v1/load_lora_adapter", json=body)
@@ -124,8 +123,8 @@ def test_wrong_requests(server: Inside, folders: list[Path], body: dict[str, Any
     assert completion(server, "one")
 
 
-def test_off_by_default(folders: list[Path]) -> None:
-    with LLM(folders[0], ENGINE) as llm, inside(llm) as server:
+def test_loading_adapters_is_off_by_default(folders: list[Path]) -> None:
+    with LLM(folders[0], ENGINE) as llm, serve_llm(llm) as server:
         body = {"lora_name": "two", "lora_path": str(folders[2])}
         response = server.client.post("/v1/load_lora_adapter", json=body)
         assert response.status_code == 400 and "--allow-lora-updates" in response.text

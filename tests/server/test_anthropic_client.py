@@ -23,7 +23,7 @@ def options(**given: Any) -> dict[str, Any]:
     return {"model": MODEL, "messages": QUESTION, "max_tokens": 30, "extra_body": SAMPLED} | given
 
 
-def test_a_stream_says_what_the_whole_message_says(client: Any, server: Server) -> None:
+def test_streamed_and_whole_messages_are_equal(client: Any, server: Server) -> None:
     more = {"context_management": {"edits": []}, "thinking": {"type": "adaptive"}}  # as Claude Code sends it
     system = [{"type": "text", "text": "Be brief.", "cache_control": {"type": "ephemeral"}}]
     whole = client.messages.create(**options(system=system, extra_body={**SAMPLED, **more}))
@@ -38,11 +38,11 @@ def test_a_stream_says_what_the_whole_message_says(client: Any, server: Server) 
     assert sizes == [count, count]
     chat = [{"role": "system", "content": "Be brief."}, *QUESTION]
     said = server.post("/v1/chat/completions", messages=chat, max_tokens=30, **SAMPLED).json()
-    assert said["choices"][0]["message"]["content"] == text  # one path for all
+    assert said["choices"][0]["message"]["content"] == text  # the chat completions API has the same text
 
 
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "get_weather"}])
-def test_tools(client: Any, choice: Any) -> None:
+def test_tool_use_and_tool_results(client: Any, choice: Any) -> None:
     question = {"role": "user", "content": "What is the weather in Paris?"}
     asked = options(messages=[question], tools=[TOOL], max_tokens=80)
     asked["tool_choice"] = choice | {"disable_parallel_tool_use": True}
@@ -65,14 +65,14 @@ def test_stop_sequences_and_prefill(client: Any) -> None:
     assert "." not in found.content[0].text
 
 
-def test_output_config(client: Any) -> None:
+def test_output_config_constrains_to_json_schema(client: Any) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 1, "maximum": 9}}, "required": ["n"]}
     wanted = {"format": {"type": "json_schema", "schema": {**schema, "additionalProperties": False}}}
     text = client.messages.create(**options(output_config=wanted)).content[0].text
     assert json.loads(text)["n"] in range(1, 10)
 
 
-def test_errors_are_the_clients_own(client: Any) -> None:
+def test_errors_map_to_the_clients_exceptions(client: Any) -> None:
     with pytest.raises(anthropic.NotFoundError, match="does not exist") as found:
         client.messages.create(**options(model="claude"))
     assert found.value.body["error"]["type"] == "not_found_error"

@@ -1,11 +1,11 @@
-"""All APIs: what is wrong is said in each one's own shape, and who leaves is let go."""
+"""All APIs: errors in each API's own shape, cancellation on disconnect, API keys and the time limit."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from inside import inside
+from inside import serve_llm
 from process import MODEL, Server
 
 from headstart.api import LLM
@@ -111,7 +111,7 @@ LONG: dict[str, dict[str, Any]] = {
 
 
 def error_in(path: str, body: Any) -> str:
-    """Its message, in the shape of the path's API."""
+    """Checks the shape of an error of the path's API; returns its message."""
     if path.startswith("/api/"):
         assert set(body) == {"error"}
         return str(body["error"])
@@ -125,7 +125,7 @@ def error_in(path: str, body: Any) -> str:
     return str(error["message"])
 
 
-def test_what_is_wrong_is_named_in_the_apis_own_shape(server: Server) -> None:
+def test_errors_name_the_field_in_each_apis_own_shape(server: Server) -> None:
     for path, body, status, says in BAD:
         answer = server.post(path, **body)
         assert answer.status_code == status, (path, body, answer.text)
@@ -149,9 +149,9 @@ def test_what_is_wrong_is_named_in_the_apis_own_shape(server: Server) -> None:
         assert server.client.post(path, content=b"{}").status_code == (400 if path.startswith("/api/") else 415)
 
 
-def test_the_text_before_a_suffix(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
-    """The answer is that to the prompt with the model's tokens. No model of the tests has some: others serve."""
-    with inside(llm) as server:
+def test_suffix_request_equals_prompt_with_infill_tokens(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
+    """The test model has no infill tokens: three of its other special tokens stand for them."""
+    with serve_llm(llm) as server:
         refused = server.post(TEXT, prompt="x", suffix="y").json()["error"]
         assert (refused["param"], "no tokens" in refused["message"]) == ("suffix", True)
         names = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
@@ -171,7 +171,7 @@ def test_the_text_before_a_suffix(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> 
         assert ollama["prompt_eval_count"] == raw["usage"]["prompt_tokens"]
 
 
-def test_who_leaves_a_stream_is_let_go(server: Server) -> None:
+def test_disconnect_cancels_a_streamed_request(server: Server) -> None:
     for path, body in LONG.items():
         with server.client.stream("POST", path, json=body) as answer:
             assert answer.status_code == 200, path
@@ -179,10 +179,10 @@ def test_who_leaves_a_stream_is_let_go(server: Server) -> None:
         server.wait_idle()
 
 
-def test_keys_as_each_api_sends_them(llm: LLM) -> None:
-    """And the time limit, which ends streams that have begun."""
+def test_api_key_headers_and_request_timeout_in_each_api(llm: LLM) -> None:
+    """Both headers of the API key are accepted. --request-timeout ends running streams with an error."""
     headers = ({"x-api-key": "secret"}, {"Authorization": "Bearer secret"})
-    with inside(llm, api_key=("secret",), request_timeout=3, served_model_name=(MODEL,)) as server:
+    with serve_llm(llm, api_key=("secret",), request_timeout=3, served_model_name=(MODEL,)) as server:
         for path, body in LONG.items():
             refused = server.post(path, **body)
             assert refused.status_code == 401

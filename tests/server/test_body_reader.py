@@ -1,4 +1,4 @@
-"""Bodies as they are read: what is null, and what is said of a value of the wrong type."""
+"""Parsing of request bodies: null fields and error messages for values of the wrong type."""
 
 import json
 from typing import Any
@@ -18,7 +18,7 @@ HI = ASKED[ChatRequest]
 
 
 @pytest.mark.parametrize("model", ASKED)
-def test_null_is_what_was_not_said(model: type[Body]) -> None:
+def test_null_fields_equal_absent_fields(model: type[Body]) -> None:
     asked = ASKED[model]
     nulls = {field.alias or name: None for name, field in model.model_fields.items() if name not in asked}
     read = parse_body(json.dumps({**nulls, **asked, "other": None}).encode(), model)
@@ -47,7 +47,7 @@ def test_null_is_what_was_not_said(model: type[Body]) -> None:
     (ChatRequest, [], "the body is a list, but must be an object"),
     (ResponsesRequest, {"input": []}, "input is empty"),
 ])  # fmt: skip
-def test_the_place_and_the_type_are_named(model: type[Body], body: Any, says: str) -> None:
-    with pytest.raises(BodyError) as told:
+def test_errors_name_the_field_and_the_expected_type(model: type[Body], body: Any, says: str) -> None:
+    with pytest.raises(BodyError) as raised:
         parse_body(json.dumps(body).encode(), model)
-    assert str(told.value).startswith(says)
+    assert str(raised.value).startswith(says)

@@ -1,4 +1,4 @@
-"""The pages in a real Chromium: one server that wants a key, one browser, and at the end the server is killed."""
+"""The playground and the dashboard in Chromium, with one server that requires an API key."""
 
 import json
 import os
@@ -23,17 +23,17 @@ FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--
 KEY = "a-key-for-tests"
 WAIT_MS = 300_000
 HISTORY = 1000
-MOST_DRAWN = 250  # messages of a long history that are in the page at once
-FRAME_MS = 5_000  # for drawing one answer of a long history; a machine may be busy
+MAX_DRAWN = 250  # rendered messages of a long conversation
+FRAME_MS = 5_000  # maximal time between two frames; generous, for busy machines
 PAINT_MS, PAGE_BYTES, TRIES = 3_000, 300_000, 5
-PAINTED = """() => {
+FIRST_PAINT = """() => {
   const [paint] = performance.getEntriesByName("first-contentful-paint");
   const entries = [...performance.getEntriesByType("navigation"), ...performance.getEntriesByType("resource")];
   return paint && document.querySelector("nav")
     && [paint.startTime, entries.reduce((total, each) => total + each.decodedBodySize, 0)];
 }"""
 LONG = "Tell a long story about a river, a bridge and a clock."
-REMEMBERED = """
+SAVE_CONVERSATION = """
 async (count) => {
   const { fresh, save } = await import("/web/conversations.js");
   const { newAnswer, take } = await import("/web/answer.js");
@@ -73,8 +73,8 @@ def browser(served: Server) -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any, served: Server) -> Iterator[Any]:
-    """A fresh profile that knows the key, greedy and short. What goes wrong in the page, or leaves this machine, fails
-    the test."""
+    """A page in a fresh profile with the API key, temperature 0 and 24 tokens. Script errors and requests to other
+    hosts fail the test."""
     context = browser.new_context(viewport={"width": 1280, "height": 800}, base_url=served.url, color_scheme="light")
     settings = json.dumps({"temperature": "0", "max_tokens": "24"})
     context.add_init_script(
@@ -93,7 +93,7 @@ def page(browser: Any, served: Server) -> Iterator[Any]:
 
 
 def say(page: Any, text: str) -> None:
-    """Ask by the keyboard, and wait for the answer's end."""
+    """Sends a message with the keyboard and waits for the end of the answer."""
     box = page.get_by_label("Message", exact=True)
     box.fill(text)
     box.press("Enter")
@@ -101,7 +101,7 @@ def say(page: Any, text: str) -> None:
 
 
 def numbers(page: Any, place: str = ".counts") -> dict[str, int]:
-    """What stands below an answer."""
+    """The counters below the last answer."""
     text = page.locator(place).last.inner_text()
     patterns = {"tokens": r"(\d+) tokens(?!/)", "passes": r"(\d+) passes", "accepted": r"(\d+) of \d+ drafted"}
     return {name: int(found[1]) if (found := re.search(pattern, text)) else 0 for name, pattern in patterns.items()}
@@ -113,7 +113,7 @@ def drafted_tokens(page: Any, place: str = ".reply") -> set[tuple[str, str]]:
     return set(map(tuple, spans.evaluate_all("all => all.map(each => [each.className.split(' ')[1], each.dataset.i])")))
 
 
-def test_the_key_is_asked_for_and_not_kept(browser: Any, served: Server) -> None:
+def test_api_key_is_requested_and_not_stored(browser: Any, served: Server) -> None:
     context = browser.new_context(base_url=served.url)
     page = context.new_page()
     page.goto("/")
@@ -129,15 +129,15 @@ def test_the_key_is_asked_for_and_not_kept(browser: Any, served: Server) -> None
 
 
 @pytest.mark.parametrize("path", ["/", "/dashboard"])
-def test_the_first_paint_is_soon_and_the_page_small(browser: Any, served: Server, path: str) -> None:
-    """Nothing is in the browser's cache. The best of some, as a machine may be busy."""
+def test_first_paint_is_fast_and_the_page_is_small(browser: Any, served: Server, path: str) -> None:
+    """The browser's cache is empty. The fastest of several tries counts, as the machine may be busy."""
     paints = []
     while len(paints) < TRIES and min(paints, default=PAINT_MS) >= PAINT_MS:
         context = browser.new_context(base_url=served.url)
         context.set_default_timeout(WAIT_MS)
         page = context.new_page()
         page.goto(path)
-        paint, size = page.wait_for_function(PAINTED).json_value()
+        paint, size = page.wait_for_function(FIRST_PAINT).json_value()
         paints.append(paint)
         assert 20_000 < size < PAGE_BYTES
         context.close()
@@ -145,8 +145,8 @@ def test_the_first_paint_is_soon_and_the_page_small(browser: Any, served: Server
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_nothing_serious_is_in_the_way_of_anybody(page: Any, scheme: str) -> None:
-    """By axe-core's rules, on both pages, with an answer of each kind."""
+def test_accessibility_has_no_serious_violation(page: Any, scheme: str) -> None:
+    """axe-core's rules on both pages, with an answer with and one without drafting."""
     axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
     page.emulate_media(color_scheme=scheme)
     page.get_by_label("Log probabilities").check()
@@ -162,8 +162,8 @@ def test_nothing_serious_is_in_the_way_of_anybody(page: Any, scheme: str) -> Non
     assert not [(each["id"], each["nodes"][0]["html"]) for each in found if each["impact"] in ("serious", "critical")]
 
 
-def test_an_answer_its_colours_and_the_counters(page: Any, served: Server) -> None:
-    """In JSON every character is shown, so every accepted token has its colour."""
+def test_accepted_tokens_are_coloured_and_counted(page: Any, served: Server) -> None:
+    """JSON output shows every character, so every accepted token is visible."""
     page.get_by_label("Format").select_option("schema")
     schema = {"type": "object", "properties": {"colour": {"enum": ["red"]}, "why": {"type": "string"}},
               "required": ["colour", "why"], "additionalProperties": False}  # fmt: skip
@@ -176,14 +176,14 @@ def test_an_answer_its_colours_and_the_counters(page: Any, served: Server) -> No
     accepted = served.metric("vllm:spec_decode_num_accepted_tokens_total") - before
     shown, coloured = numbers(page), drafted_tokens(page)
     assert accepted > 0
-    assert len(coloured) == shown["accepted"] >= accepted  # what the schema forces is counted apart
+    assert len(coloured) == shown["accepted"] >= accepted  # the metric leaves out tokens forced by the schema
     text = page.locator(".reply pre").inner_text()
     assert '"colour": "red"' in text
     page.locator("span.t").nth(3).hover()
     page.get_by_text("Probability").wait_for()
 
 
-def test_both_texts_are_equal(page: Any) -> None:
+def test_both_mode_shows_equal_texts(page: Any) -> None:
     page.get_by_label("Max tokens").fill("60")
     page.get_by_label("Temperature").fill("0.8")
     page.get_by_label("Both").check()
@@ -203,7 +203,7 @@ def test_stop_and_retry(page: Any, served: Server) -> None:
     box.fill(LONG)
     box.press("Enter")
     page.locator("span.t").nth(5).wait_for()
-    page.get_by_role("button", name="Stop").dispatch_event("click")  # at once: the answer may end, too
+    page.get_by_role("button", name="Stop").dispatch_event("click")  # no wait for a stable button
     page.get_by_text("Stopped.").wait_for()
     served.wait_idle()
     assert page.locator(".reply .text").inner_text()
@@ -214,7 +214,7 @@ def test_stop_and_retry(page: Any, served: Server) -> None:
     assert numbers(page)["tokens"] == 8
 
 
-def test_a_question_outlives_a_reload(page: Any) -> None:
+def test_question_is_restored_after_reload(page: Any) -> None:
     page.get_by_label("Max tokens").fill("2000")
     box = page.get_by_label("Message", exact=True)
     box.fill(LONG)
@@ -229,7 +229,7 @@ def test_a_question_outlives_a_reload(page: Any) -> None:
     assert page.locator(".said").inner_text() == LONG
 
 
-def test_an_earlier_question_is_edited(page: Any) -> None:
+def test_editing_an_earlier_question_restarts_the_conversation(page: Any) -> None:
     say(page, "Name a fruit.")
     say(page, "And an animal?")
     page.get_by_role("button", name="Edit").first.click()
@@ -241,16 +241,16 @@ def test_an_earlier_question_is_edited(page: Any) -> None:
     assert page.locator(".reply").count() == 1
 
 
-def test_code_has_colours_and_few_fields_are_open(page: Any) -> None:
+def test_code_is_highlighted_and_two_number_fields_are_visible(page: Any) -> None:
     assert page.locator(".numbers input:visible").count() == 2
-    page.evaluate(REMEMBERED.replace("**Answer ${i}** ", "~~~python\\n# all\\nreturn 1\\n~~~\\n\\n"), 2)
+    page.evaluate(SAVE_CONVERSATION.replace("**Answer ${i}** ", "~~~python\\n# all\\nreturn 1\\n~~~\\n\\n"), 2)
     page.reload()
     page.get_by_role("button", name="A long one", exact=True).click()
     assert page.locator(".code-comment").inner_text() == "# all"
     assert page.locator(".code-word").inner_text() == "return"
 
 
-def test_the_keyboard_suffices_and_history_stays(page: Any) -> None:
+def test_keyboard_navigation_and_stored_history(page: Any) -> None:
     page.locator("textarea:focus").wait_for()
     page.keyboard.type("Name a fruit.")
     page.keyboard.press("Enter")
@@ -266,18 +266,18 @@ def test_the_keyboard_suffices_and_history_stays(page: Any) -> None:
     assert page.locator(".tip").is_hidden()
     text = page.locator(".reply .text").inner_text()
     entry = page.get_by_role("button", name="Name a fruit.", exact=True)
-    entry.wait_for()  # it is listed once it is kept
+    entry.wait_for()  # the history lists stored conversations only
     page.reload()
     entry.click()
     shown = page.locator(".reply .text:not(:empty)")
-    playwright.expect(shown).to_have_text(text, use_inner_text=True)  # which is there a frame after it is drawn
+    playwright.expect(shown).to_have_text(text, use_inner_text=True)  # rendered one frame later
     with page.expect_download() as download:
         page.get_by_role("button", name="JSON", exact=True).click()
     kept = json.loads(Path(download.value.path()).read_text("utf-8"))
     assert [each["role"] for each in kept["messages"]] == ["user", "assistant"]
 
 
-def test_dark_small_and_the_dashboard(page: Any, served: Server) -> None:
+def test_dark_theme_narrow_screen_and_dashboard(page: Any, served: Server) -> None:
     ground = "getComputedStyle(document.body).backgroundColor"
     light = page.evaluate(ground)
     page.get_by_role("button", name="Use the dark theme").click()
@@ -288,7 +288,7 @@ def test_dark_small_and_the_dashboard(page: Any, served: Server) -> None:
     assert page.evaluate(wide) == 360
     page.get_by_role("button", name="Settings").click()
     edge = "document.getElementById('settings').getBoundingClientRect().right"
-    for _ in range(2000):  # it slides in; the page's policy forbids wait_for_function
+    for _ in range(2000):  # the panel slides in; the content security policy forbids wait_for_function
         if page.evaluate(edge) == 360:
             break
         page.wait_for_timeout(50)
@@ -302,7 +302,7 @@ def test_dark_small_and_the_dashboard(page: Any, served: Server) -> None:
     assert page.evaluate(wide) == 360
     page.goto("/dashboard")
     page.get_by_text("Charts appear with the next request").wait_for()
-    assert not page.locator(".chart").count()  # nine empty grids would say nothing
+    assert not page.locator(".chart").count()  # no empty charts
     served.client.post("/v1/completions", json={"prompt": "One", "max_tokens": 4}).raise_for_status()
     page.locator(".chart canvas").first.wait_for()
     assert page.evaluate(ground) == dark
@@ -311,14 +311,14 @@ def test_dark_small_and_the_dashboard(page: Any, served: Server) -> None:
     page.get_by_text(f"{ended} ended").wait_for()
 
 
-def test_a_long_history_stays_fluid(page: Any) -> None:
-    page.evaluate(REMEMBERED, HISTORY)
+def test_long_history_stays_responsive(page: Any) -> None:
+    page.evaluate(SAVE_CONVERSATION, HISTORY)
     page.reload()
     page.get_by_role("button", name="A long one", exact=True).click()
     page.get_by_text(f"Answer {HISTORY - 1}").wait_for()
     page.get_by_role("button", name="Show earlier messages").click()
     page.get_by_text(f"Question {HISTORY - 100}", exact=True).wait_for()
-    assert page.locator("article").count() < MOST_DRAWN
+    assert page.locator("article").count() < MAX_DRAWN
     page.evaluate(
         """() => { let last = performance.now(); globalThis.worst = 0;
         const frame = (now) => { worst = Math.max(worst, now - last); last = now; requestAnimationFrame(frame); };
@@ -328,8 +328,8 @@ def test_a_long_history_stays_fluid(page: Any) -> None:
     assert page.evaluate("worst") < FRAME_MS
 
 
-def test_the_server_is_killed_in_the_middle(page: Any, served: Server) -> None:
-    """The last test: it leaves no server behind."""
+def test_killed_server_is_reported(page: Any, served: Server) -> None:
+    """Last test with this server: it kills the process."""
     page.get_by_label("Max tokens").fill("2000")
     box = page.get_by_label("Message", exact=True)
     box.fill(LONG)
@@ -347,7 +347,7 @@ def test_the_server_is_killed_in_the_middle(page: Any, served: Server) -> None:
     page.get_by_text("The server does not answer").wait_for()
 
 
-def test_a_model_is_chosen_where_there_are_several(browser: Any, tmp_path: Path) -> None:
+def test_model_selection_with_several_models(browser: Any, tmp_path: Path) -> None:
     for name in ("one", other := "another-model-with-a-long-name"):
         write_tiny("mimo", tmp_path / name)
     (tmp_path / "one" / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')  # no chat template
@@ -359,7 +359,7 @@ def test_a_model_is_chosen_where_there_are_several(browser: Any, tmp_path: Path)
         say(page, "Hi")
         assert [each["name"] for each in several.client.get("/api/ps").json()["models"]] == [f"{other}:latest"]
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-        assert page.locator("select.models").bounding_box()["width"] > 200  # its name can be read
+        assert page.locator("select.models").bounding_box()["width"] > 200  # wide enough for the name
         page.locator("select.models").select_option("one")
         page.get_by_text("No chat template: the model continues your text").wait_for()
         say(page, "the")
@@ -371,7 +371,7 @@ def test_a_model_is_chosen_where_there_are_several(browser: Any, tmp_path: Path)
         page.close()
 
 
-def test_the_dashboard_names_a_head_that_is_not_whole(browser: Any, tmp_path: Path) -> None:
+def test_dashboard_names_the_missing_tensor_of_an_incomplete_head(browser: Any, tmp_path: Path) -> None:
     config, arrays = family_of("qwen3_5").tiny()
     write_model(tmp_path / "m", config, {name: each for name, each in arrays.items() if name != "mtp.norm.weight"})
     names = ("--served-model-name", "first", "--served-model-name", "second")
@@ -381,5 +381,5 @@ def test_the_dashboard_names_a_head_that_is_not_whole(browser: Any, tmp_path: Pa
         page.goto("/dashboard")
         page.get_by_text("runs without its MTP head").get_by_text("mtp.norm.weight").wait_for()
         page.goto("/")
-        page.locator(".model", has_text="first").wait_for()  # a second name is no second model
+        page.locator(".model", has_text="first").wait_for()  # an alias is not listed as a second model
         page.close()

@@ -1,4 +1,4 @@
-"""Images in the playground: chosen, pasted, dropped, removed and sent; hidden where the model reads text only."""
+"""Images in the playground: adding, removing, sending, and no image controls with a text model."""
 
 import base64
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from image_files import png
-from inside import Inside, inside
+from inside import LlmServer, serve_llm
 from test_browser import CHROMIUM, FLAGS
 
 from headstart.api import LLM
@@ -14,7 +14,7 @@ from headstart.api import LLM
 playwright = pytest.importorskip("playwright.sync_api")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium here")]
 FILES = [{"name": f"{seed}.png", "mimeType": "image/png", "buffer": png(seed)} for seed in (1, 2)]
-GIVE = """([kind, data]) => {
+SEND_EVENT = """([kind, data]) => {
   const transfer = new DataTransfer(), bytes = Uint8Array.from(atob(data), (each) => each.charCodeAt(0));
   transfer.items.add(new File([bytes], "picture.png", { type: "image/png" }));
   const given = kind === "drop" ? { dataTransfer: transfer } : { clipboardData: transfer };
@@ -25,11 +25,11 @@ GIVE = """([kind, data]) => {
 
 
 @pytest.fixture(scope="module")
-def page_of() -> Iterator[Any]:
+def open_page() -> Iterator[Any]:
     with playwright.sync_playwright() as driver:
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
 
-        def opened(server: Inside) -> Any:
+        def opened(server: LlmServer) -> Any:
             page = browser.new_context(base_url=server.url).new_page()
             page.goto("/")
             page.locator(".starters").wait_for()
@@ -39,13 +39,13 @@ def page_of() -> Iterator[Any]:
         browser.close()
 
 
-def test_images_are_given_and_sent(page_of: Any, seeing: LLM) -> None:
-    with inside(seeing) as server:
-        page = page_of(server)
+def test_images_are_added_removed_and_sent(open_page: Any, vision_llm: LLM) -> None:
+    with serve_llm(vision_llm) as server:
+        page = open_page(server)
         page.get_by_label("Add images").wait_for()
         page.get_by_label("Image files").set_input_files(FILES)
         for kind, seed in (("paste", 3), ("drop", 4)):
-            page.evaluate(GIVE, [kind, base64.b64encode(png(seed)).decode()])
+            page.evaluate(SEND_EVENT, [kind, base64.b64encode(png(seed)).decode()])
         mine = page.locator(".composer .images img")
         playwright.expect(mine).to_have_count(4)
         page.get_by_label("Remove image 1").click()
@@ -68,8 +68,8 @@ def test_images_are_given_and_sent(page_of: Any, seeing: LLM) -> None:
         assert again.value.post_data_json["messages"][-1]["content"] == content
 
 
-def test_a_model_that_reads_text_only(page_of: Any, llm: LLM) -> None:
-    with inside(llm) as server:
-        page = page_of(server)
-        page.evaluate(GIVE, ["drop", base64.b64encode(png()).decode()])
+def test_text_model_has_no_image_controls(open_page: Any, llm: LLM) -> None:
+    with serve_llm(llm) as server:
+        page = open_page(server)
+        page.evaluate(SEND_EVENT, ["drop", base64.b64encode(png()).decode()])
         assert page.get_by_label("Add images").count() == page.locator(".images").count() == 0

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow  # a server process
 TEXTS = ["The cat sat on the mat.", "Prices rose by two per cent.", "A kitten lay on the rug."]
 
 
-def test_numbers_and_base64_are_the_same_vectors(openai_client: OpenAI, server: Server) -> None:
+def test_float_and_base64_encodings_are_the_same_vectors(openai_client: OpenAI, server: Server) -> None:
     found = openai_client.embeddings.create(model=MODEL, input=TEXTS, encoding_format="float")
     vectors = np.array([each.embedding for each in found.data], np.float32)
     assert found.model_extra == {"pooling": "mean"}
@@ -38,12 +38,12 @@ def test_numbers_and_base64_are_the_same_vectors(openai_client: OpenAI, server: 
     ({"input": [10**9]}, "outside"), ({"input": 5}, "input"), ({"input": "x " * 20_000}, "context"),
     ({"encoding_format": "int8"}, "encoding_format"),
 ])  # fmt: skip
-def test_what_is_wrong_is_named(openai_client: OpenAI, asked: dict[str, Any], says: str) -> None:
+def test_invalid_requests_name_the_problem(openai_client: OpenAI, asked: dict[str, Any], says: str) -> None:
     with pytest.raises(BadRequestError, match=says):
         openai_client.embeddings.create(**{"model": MODEL, "input": "x"} | asked)
 
 
-def test_long_texts_are_cut_for_ollama_unless_told_not_to(server: Server) -> None:
+def test_ollama_embed_refuses_long_texts_with_truncate_false(server: Server) -> None:
     long = {"model": MODEL, "input": "x " * 20_000}
     refused = server.post("/api/embed", **long, truncate=False)
     assert refused.status_code == 400

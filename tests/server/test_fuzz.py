@@ -1,4 +1,4 @@
-"""Hostile constraints and raw HTTP (tests/fuzz): every answer is right or a user's error, and nobody else is harmed."""
+"""Random constraints and raw HTTP (tests/fuzz): answers are valid or client errors; other requests are unaffected."""
 
 import json
 import random
@@ -20,7 +20,7 @@ BUSY = frozenset({429, 503, 504})
 
 
 def ask(name: str, number: int, url: str) -> tuple[str, str]:
-    """Input `number`, always the same: its beginning, and what is wrong with the answer (empty: nothing)."""
+    """Sends input `number`, the same in every run. Returns its beginning and the problem of the answer, or ""."""
     rng = random.Random(f"0 {name} {number}")
     if name == "wire":
         return wire.exchange(rng, url)
@@ -52,8 +52,8 @@ def problem_of_events(text: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["grammars", "wire"])
-def test_nobody_harms_the_server(server: Server, name: str, fuzz: int) -> None:
-    """Nor a neighbour, whose text stays the same meanwhile."""
+def test_random_inputs_leave_the_server_and_other_requests_unaffected(server: Server, name: str, fuzz: int) -> None:
+    """The text of a concurrent request stays the same."""
     expected = server.post("/v1/completions", **NEIGHBOUR).json()["choices"]
     with ThreadPoolExecutor(4) as threads:
         tried = [threads.submit(ask, name, number, server.url) for number in range(COUNT * fuzz)]

@@ -1,4 +1,4 @@
-"""Bad input, limits and the other endpoints, over a real socket."""
+"""Invalid bodies, disconnects, chat templates, restart and the small endpoints over a socket."""
 
 import json
 import time
@@ -19,13 +19,13 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
     (b'{"prompt": "x", "temperature": NaN}', 400), (b'{"prompt": "x", "temperature": 1e999}', 400),
     (b"{" * 100_000, 400), (b'{"prompt": "' + b"x" * 20_000_000 + b'"}', 413),
 ], ids=["empty", "half", "list", "text", "latin", "nan", "infinity", "deep", "large"])  # fmt: skip
-def test_bodies_that_are_none(server: Server, content: bytes, status: int) -> None:
+def test_invalid_and_too_large_bodies_are_refused(server: Server, content: bytes, status: int) -> None:
     answer = server.client.post(TEXT, content=content, headers={"Content-Type": "application/json"})
     assert answer.status_code == status
     assert answer.json()["error"]["message"]
 
 
-def test_a_large_body_that_does_not_say_so(server: Server) -> None:
+def test_large_chunked_body_is_refused(server: Server) -> None:
     def parts() -> Iterator[bytes]:
         yield b'{"prompt": "'
         for _ in range(20):
@@ -36,7 +36,7 @@ def test_a_large_body_that_does_not_say_so(server: Server) -> None:
     assert answer.json()["error"]["message"]
 
 
-def test_clients_that_send_the_whole_body_first_get_the_answer(server: Server) -> None:
+def test_clients_that_send_the_whole_body_first_receive_the_refusal(server: Server) -> None:
     connection = HTTPConnection(server.client.base_url.host, server.client.base_url.port or 80, timeout=30)
     for size, kind, status in ((17 * 10**6, "json", 413), (40 * 10**6, "json", 413), (15 * 10**6, "pdf", 415)):
         connection.request("POST", TEXT, b"x" * size, {"Content-Type": f"application/{kind}"})
@@ -44,7 +44,7 @@ def test_clients_that_send_the_whole_body_first_get_the_answer(server: Server) -
         connection.close()
 
 
-def test_paths_and_methods(server: Server) -> None:
+def test_unknown_paths_and_methods_have_hints(server: Server) -> None:
     assert server.client.get("/v2/chat").status_code == 404
     assert f"{CHAT} takes POST, not GET" in server.client.get(CHAT).text
     assert "nothing at /nowhere (hint: /docs lists" in server.client.get("/nowhere").json()["error"]["message"]
@@ -55,7 +55,7 @@ def test_paths_and_methods(server: Server) -> None:
     assert server.client.get("/version").json()["version"]
 
 
-def test_a_client_that_hangs_up_frees_its_sequence(server: Server) -> None:
+def test_disconnect_frees_the_sequence(server: Server) -> None:
     body = {"prompt": "Tell me everything.", "max_tokens": 4000, "ignore_eos": True}
     server.wait_idle()
     with server.client.stream("POST", TEXT, json=body | {"stream": True}) as answer:
@@ -68,7 +68,7 @@ def test_a_client_that_hangs_up_frees_its_sequence(server: Server) -> None:
     server.wait_idle()
 
 
-def test_neighbours_of_bad_requests(server: Server) -> None:
+def test_bad_requests_do_not_change_a_concurrent_stream(server: Server) -> None:
     body = {"prompt": "Once upon a time", "max_tokens": 200, "temperature": 0.9, "seed": 11, "ignore_eos": True}
     alone = server.post(TEXT, **body).json()["choices"][0]["text"]
     with server.client.stream("POST", TEXT, json=body | {"stream": True}) as answer:
@@ -85,32 +85,32 @@ TEMPLATE = """{% for m in messages %}{% if m.content == "no" %}{{ raise_exceptio
 
 
 @pytest.fixture(scope="module")
-def templated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def template_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     path = tmp_path_factory.mktemp("template") / "template.jinja"
     path.write_text(TEMPLATE)
     with running("--threads", "1", "--chat-template", str(path), "--log-format", "json") as found:
         yield found
 
 
-def test_a_chat_template_that_raises(templated: Server) -> None:
+def test_errors_of_the_chat_template_are_client_errors(template_server: Server) -> None:
     for content, says in (("no", "I refuse"), ("bug", "division")):
-        answer = templated.post(CHAT, messages=[{"role": "user", "content": content}])
+        answer = template_server.post(CHAT, messages=[{"role": "user", "content": content}])
         assert answer.status_code == 400
         assert says in answer.json()["error"]["message"]
     fine = {"messages": [{"role": "user", "content": "Secret word: swordfish"}], "max_tokens": 3}
-    assert templated.post(CHAT, **fine).status_code == 200
-    assert templated.post("/tokenize", messages=fine["messages"]).json()["count"] > 3
-    lines = [json.loads(line) for line in templated.log.read_text("utf-8").splitlines()]
+    assert template_server.post(CHAT, **fine).status_code == 200
+    assert template_server.post("/tokenize", messages=fine["messages"]).json()["count"] > 3
+    lines = [json.loads(line) for line in template_server.log.read_text("utf-8").splitlines()]
     assert {"time", "level", "logger", "message"} <= lines[0].keys()
-    assert "swordfish" not in templated.log.read_text("utf-8")
+    assert "swordfish" not in template_server.log.read_text("utf-8")
 
 
-def test_a_killed_server_starts_again_and_lets_requests_end(templated: Server) -> None:
-    """On the same port. SIGTERM ends it when the request has its answer."""
-    templated.process.kill()
-    templated.process.wait()
+def test_restart_on_the_same_port_and_graceful_shutdown(template_server: Server) -> None:
+    """A killed server restarts on its port. After SIGTERM the running request completes before the server ends."""
+    template_server.process.kill()
+    template_server.process.wait()
     patient = ("--threads", "1", "--shutdown-timeout", f"{PATIENCE:.0f}")  # a busy machine generates for minutes
-    with running(*patient, port=int(templated.url.rpartition(":")[2])) as server:
+    with running(*patient, port=int(template_server.url.rpartition(":")[2])) as server:
         body = {"prompt": "Tell me", "max_tokens": 300, "ignore_eos": True, "stream": True}
         with server.client.stream("POST", TEXT, json=body) as answer:
             lines = (line for line in answer.iter_lines() if line)
@@ -122,7 +122,7 @@ def test_a_killed_server_starts_again_and_lets_requests_end(templated: Server) -
         assert server.process.wait(timeout=PATIENCE) == 0
 
 
-def test_the_machine_costs_while_it_runs(server: Server) -> None:
+def test_cost_metric_grows_with_uptime(server: Server) -> None:
     begun = time.monotonic()
     before = server.metric("headstart:cost_dollars_total")
     time.sleep(0.2)
@@ -130,7 +130,7 @@ def test_the_machine_costs_while_it_runs(server: Server) -> None:
     assert 0.01 * 0.2 <= after - before < 0.01 * (time.monotonic() - begun)  # 36 $/h
 
 
-def test_docs_need_nothing_from_elsewhere(server: Server) -> None:
+def test_docs_page_loads_nothing_external(server: Server) -> None:
     answer = server.client.get("/docs")
     assert answer.status_code == 200
     assert not any(word in answer.text for word in ("://", "<script", "<link"))

@@ -1,4 +1,4 @@
-"""The health check of the Dockerfile, run as it stands against a server that is there, and one that is not."""
+"""The HEALTHCHECK command of the Dockerfile, with and without a running server."""
 
 import json
 import re
@@ -13,7 +13,7 @@ DOCKERFILE = (Path(__file__).parents[2] / "Dockerfile").read_text("utf-8")
 
 
 @pytest.mark.slow
-def test_the_health_check_of_the_image(server: Server) -> None:
+def test_health_check_of_the_image(server: Server) -> None:
     (found,) = re.findall(r"^HEALTHCHECK .*\\\n +CMD (.*)", DOCKERFILE, re.MULTILINE)
     program, *words = json.loads(found)
     assert program == "python"

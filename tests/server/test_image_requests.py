@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from image_files import data_url, file_of, message_of, png, prompt_tokens, requests, text_of
-from inside import ENGINE, Inside, inside
+from inside import ENGINE, LlmServer, serve_llm
 from PIL import Image as Pillow
 from vision_models import KINDS, copied, published
 
@@ -28,26 +28,26 @@ PLACEHOLDER = "<start_of_image>"
 
 
 @pytest.fixture(scope="module")
-def served(seeing: LLM) -> Iterator[Inside]:
-    with inside(seeing, served_model_name=("eye",)) as found:
+def served(vision_llm: LLM) -> Iterator[LlmServer]:
+    with serve_llm(vision_llm, served_model_name=("eye",)) as found:
         yield found
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def family(request: pytest.FixtureRequest) -> Iterator[tuple[LLM, Inside]]:
-    """A model of each family of towers, and a server over it."""
+def family(request: pytest.FixtureRequest) -> Iterator[tuple[LLM, LlmServer]]:
+    """A model of each kind of vision tower and its server."""
     llm = LLM(str(published(request.param)[1]), replace(ENGINE, max_model_len=512))
-    with inside(llm, served_model_name=("eye",)) as server:
+    with serve_llm(llm, served_model_name=("eye",)) as server:
         yield llm, server
     llm.close()
 
 
-def ask(server: Inside, api: str, files: Seq[bytes], text: str = "What is it?", **more: Any) -> Any:
+def ask(server: LlmServer, api: str, files: Seq[bytes], text: str = "What is it?", **more: Any) -> Any:
     path, body = requests(files, text, model="eye", temperature=1, seed=1, **more)[api]
     return server.client.post(path, json=body).json()
 
 
-def test_all_apis_say_the_same(family: tuple[LLM, Inside], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_texts_of_apis_agree(family: tuple[LLM, LlmServer], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (llm, served), files = family, [CAT, png(1, kind="BMP")]
     answers = {api: ask(served, api, files, max_tokens=24) for api in requests(files, "", model="eye")}
     texts = {api: text_of(api, answer) for api, answer in answers.items()}
@@ -69,8 +69,8 @@ def test_all_apis_say_the_same(family: tuple[LLM, Inside], tmp_path: Path, capsy
     assert json.loads(capsys.readouterr().out)["text"] == own.text
 
 
-def test_counts(served: Inside) -> None:
-    """/tokenize, the token counts of Anthropic's API and rendered prompts include images."""
+def test_token_counts_include_images(served: LlmServer) -> None:
+    """/tokenize, count_tokens of the Anthropic API and rendered prompts agree with the usage."""
     _, body = requests([CAT], "Hi", model="eye")["openai"]
     tokens = served.client.post("/tokenize", json={name: body[name] for name in ("model", "messages")}).json()
     rendered = served.client.post("/v1/chat/completions/render", json=body).json()
@@ -81,7 +81,7 @@ def test_counts(served: Inside) -> None:
     assert prompt_tokens("openai", ask(served, "openai", [CAT], "Hi", max_tokens=1)) == tokens["count"]
 
 
-def test_tool_results_and_raw_prompts(served: Inside, seeing: LLM) -> None:
+def test_images_in_tool_results_and_raw_prompts(served: LlmServer, vision_llm: LLM) -> None:
     source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(CAT).decode()}
     result = {"type": "tool_result", "tool_use_id": "1", "content": [{"type": "image", "source": source}]}
     call = {"type": "tool_use", "id": "1", "name": "look", "input": {}}
@@ -89,14 +89,14 @@ def test_tool_results_and_raw_prompts(served: Inside, seeing: LLM) -> None:
     body = {"model": "eye", "max_tokens": 4, "messages": [{"role": "user", "content": "Look"}, *messages]}
     assert served.client.post("/v1/messages", json=body).status_code == 200
     for text, count in (("One", 0), (f"One {PLACEHOLDER}", 1)):
-        found = seeing.encode_prompt(text, [CAT], raw=True)
+        found = vision_llm.encode_prompt(text, [CAT], raw=True)
         assert len(found.images) == 1 and PLACEHOLDER in found.text
         assert found.text.endswith(text) and found.text.count(PLACEHOLDER) == 1, count
     with pytest.raises(UsageError, match="put all images into the messages"):
-        seeing.encode_prompt([{"role": "user", "content": [{"type": "image", "image": CAT}]}], [CAT])
+        vision_llm.encode_prompt([{"role": "user", "content": [{"type": "image", "image": CAT}]}], [CAT])
 
 
-def test_names_of_placeholders_in_texts_are_text(served: Inside) -> None:
+def test_placeholder_names_in_messages_are_plain_text(served: LlmServer) -> None:
     answer = ask(served, "openai", [CAT], f"{PLACEHOLDER} and {PLACEHOLDER}")
     assert answer["choices"], answer
 
@@ -112,7 +112,7 @@ BAD_FILES = {
 
 @pytest.mark.parametrize("api", ["openai", "responses", "anthropic", "ollama", "ollama generate"])
 @pytest.mark.parametrize("name", BAD_FILES)
-def test_bad_files(served: Inside, api: str, name: str) -> None:
+def test_bad_image_files_are_refused(served: LlmServer, api: str, name: str) -> None:
     data, message = BAD_FILES[name]
     path, body = requests([CAT, data], "What?", model="eye")[api]
     answer = served.client.post(path, json=body)
@@ -124,7 +124,7 @@ def test_bad_files(served: Inside, api: str, name: str) -> None:
 @pytest.mark.parametrize("data", [
     file_of(Pillow.new("RGBA", (9, 9))), file_of(Pillow.new("CMYK", (9, 9)), "JPEG"), file_of(Pillow.new("P", (1, 1))),
 ])  # fmt: skip
-def test_odd_files(served: Inside, data: bytes) -> None:
+def test_unusual_pixel_formats_are_accepted(served: LlmServer, data: bytes) -> None:
     assert ask(served, "openai", [data])["choices"]
 
 
@@ -141,21 +141,21 @@ def part(url: Any) -> dict[str, Any]:
     ([part({"url": "http://example.org/a.png"})], "this server downloads no images"),
     ([part({"url": data_url(CAT)})] * (limits.IMAGES + 1), "has 17 images, and 16 are allowed"),
 ])  # fmt: skip
-def test_bad_parts(served: Inside, content: Any, message: str) -> None:
+def test_invalid_image_parts_name_the_problem(served: LlmServer, content: Any, message: str) -> None:
     body = {"model": "eye", "messages": [{"role": "user", "content": content}], "max_tokens": 4}
     answer = served.client.post("/v1/chat/completions", json=body)
     assert (answer.status_code, message in message_of(answer.json())) == (400, True), answer.text
 
 
-def test_limits(served: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_truncation_and_image_size_limits(served: LlmServer, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "could cut an image" in message_of(ask(served, "openai", [CAT], truncate_prompt_tokens=5))
     monkeypatch.setattr(limits, "IMAGE_BYTES", 100)
     assert "100 are allowed" in message_of(ask(served, "openai", [CAT]))
 
 
-def test_too_many_for_the_context(seeing: LLM) -> None:
-    small = LLM(seeing.model, replace(ENGINE, max_model_len=256))
-    with inside(small, served_model_name=("eye",)) as server:
+def test_images_beyond_the_context_are_refused(vision_llm: LLM) -> None:
+    small = LLM(vision_llm.model, replace(ENGINE, max_model_len=256))
+    with serve_llm(small, served_model_name=("eye",)) as server:
         assert ask(server, "anthropic", [CAT], max_tokens=1)["content"]
         for path, body in requests([CAT] * limits.IMAGES, "What?", model="eye").values():
             answer = server.client.post(path, json=body)
@@ -164,7 +164,7 @@ def test_too_many_for_the_context(seeing: LLM) -> None:
     small.close()
 
 
-def test_neighbours_are_unharmed(family: tuple[LLM, Inside]) -> None:
+def test_bad_images_do_not_change_concurrent_answers(family: tuple[LLM, LlmServer]) -> None:
     served = family[1]
     before = text_of("openai", ask(served, "openai", [CAT], max_tokens=24))
     bad = [each for data, _ in BAD_FILES.values() for each in requests([CAT, data], "What?", model="eye").values()]
@@ -175,8 +175,8 @@ def test_neighbours_are_unharmed(family: tuple[LLM, Inside]) -> None:
         assert {each.result().status_code for each in wrong} == {400}
 
 
-def test_a_model_without_tower(llm: LLM) -> None:
-    with inside(llm) as server:
+def test_text_model_refuses_images(llm: LLM) -> None:
+    with serve_llm(llm) as server:
         for path, body in requests([CAT], "Hi", model=None).values():
             body["model"] = llm.model.name
             answer = server.client.post(path, json=body)
@@ -185,15 +185,15 @@ def test_a_model_without_tower(llm: LLM) -> None:
         with pytest.raises(UsageError, match="reads text only"):
             llm.generate("Hi", images=[CAT])
         assert "vision" not in server.client.post("/api/show", json={"model": llm.model.name}).json()["capabilities"]
-        told = {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "max_tokens": 2}
-        assert server.client.post("/v1/chat/completions", json=told).status_code == 200
+        text_body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "max_tokens": 2}
+        assert server.client.post("/v1/chat/completions", json=text_body).status_code == 200
 
 
-def test_a_model_with_a_part_of_its_tower(tmp_path: Path) -> None:
-    """It is served as a model of texts, and requests with images are told which tensor is missing."""
+def test_incomplete_vision_tower_serves_text_only(tmp_path: Path) -> None:
+    """Requests with images are refused with the name of the missing tensor."""
     copied(published("qwen3_vl")[1], tmp_path, "blocks.1.mlp.linear_fc1.bias")
     llm = LLM(str(tmp_path), replace(ENGINE, max_model_len=512))
-    with inside(llm, served_model_name=("eye",)) as server:
+    with serve_llm(llm, served_model_name=("eye",)) as server:
         for path, body in requests([CAT], "Hi", model="eye").values():
             answer = server.client.post(path, json=body)
             said = "reads text only: tensor model.visual.blocks.1.mlp.linear_fc1.bias of the vision tower is missing"
@@ -203,8 +203,8 @@ def test_a_model_with_a_part_of_its_tower(tmp_path: Path) -> None:
     llm.close()
 
 
-def test_urls(seeing: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A downloaded image is the same as a sent one, and is in the record of the response."""
+def test_image_urls_equal_image_data(vision_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A downloaded image gives the same text as the same image in the request."""
     asked = list[str]()
 
     async def download(urls: Any, policy: Any) -> dict[str, bytes]:
@@ -215,7 +215,7 @@ def test_urls(seeing: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("headstart.server.pipeline.download", download)
     url = "https://example.org/cat.png"
-    with inside(seeing, served_model_name=("eye",), allowed_media_domains=("example.org",)) as server:
+    with serve_llm(vision_llm, served_model_name=("eye",), allowed_media_domains=("example.org",)) as server:
         sent = ask(server, "anthropic", [CAT])
         path, body = requests([CAT], "What is it?", model="eye", temperature=1, seed=1)["anthropic"]
         body["messages"][0]["content"][0]["source"] = {"type": "url", "url": url}
@@ -227,7 +227,7 @@ def test_urls(seeing: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "is no data URL" in message_of(server.client.post(f"{path}/count_tokens", json=counted).json())
 
 
-def test_the_record_of_a_response_has_its_downloaded_images() -> None:
+def test_journal_contains_downloaded_images() -> None:
     journal = Journal(f"{'0' * 32}-1", write=None)
     journal.note_images({"http://a/b": CAT})
     assert journal.take() == b""  # nothing is recorded without a relay
@@ -240,15 +240,15 @@ def test_the_record_of_a_response_has_its_downloaded_images() -> None:
     assert (resumed.images, resumed.history) == ({"http://a/b": CAT}, [])
 
 
-def test_texts_about_images_are_not_recorded(seeing: LLM, tmp_path: Path) -> None:
+def test_texts_about_images_are_not_recorded(vision_llm: LLM, tmp_path: Path) -> None:
     recorder = TextRecorder(RecordFiles(tmp_path, 2**20))
     recorder.start()
     for images in ([CAT], []):
-        recorder.offer(seeing.request("What?", SamplingParams(), images=images), [1, 2])
+        recorder.offer(vision_llm.request("What?", SamplingParams(), images=images), [1, 2])
     recorder.stop()
     assert recorder.kept == 1
 
 
-def test_page_and_openapi(served: Inside) -> None:
+def test_vision_capability_and_openapi_schema(served: LlmServer) -> None:
     assert "vision" in served.client.post("/api/show", json={"model": "eye"}).json()["capabilities"]
     assert "ImageUrl" in served.client.get("/openapi.json").text

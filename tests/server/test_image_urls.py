@@ -1,4 +1,4 @@
-"""Downloads of images: sizes, times, redirects, and the addresses that are never asked."""
+"""Image downloads: size and time limits, redirects, refused addresses and URLs."""
 
 import asyncio
 import re
@@ -19,7 +19,7 @@ ALL = UrlPolicy(allowed=True)
 
 
 class Site(BaseHTTPRequestHandler):
-    """Answers by path; `moved` redirects to the address after it."""
+    """Answers by path; `moved?to=URL` redirects to URL."""
 
     protocol_version = "HTTP/1.1"
 
@@ -75,12 +75,12 @@ def fetch(*urls: str, policy: UrlPolicy = ALL) -> dict[str, bytes]:
 
 @pytest.fixture
 def private(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets downloads reach this machine."""
+    """Lets downloads reach local addresses."""
     monkeypatch.setattr(image_urls, "is_public", lambda address: True)
 
 
 @pytest.mark.usefixtures("private")
-def test_downloads(site: str) -> None:
+def test_downloads_follow_redirects_and_chunks(site: str) -> None:
     assert fetch(f"{site}/a?x=1", f"{site}/chunked", f"{site}/a?x=1") == {
         f"{site}/a?x=1": b"abcdef", f"{site}/chunked": b"abcdef",
     }  # fmt: skip
@@ -93,21 +93,22 @@ def test_downloads(site: str) -> None:
     ("moved?to=file:///etc/passwd", "no http or https URL"),
     ("moved?to=" + "/moved?to=" * 4 + "/a", "too many redirects"),
 ])  # fmt: skip
-def test_failures(site: str, path: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_downloads_name_the_reason(site: str, path: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "IMAGE_SECONDS", 0.3)
     with pytest.raises(ImageError, match=message):
         fetch(f"{site}/{path}")
 
 
 @pytest.mark.usefixtures("private")
-def test_size(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_download_size_is_limited(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "IMAGE_BYTES", 5)
     with pytest.raises(ImageError, match="larger than 5 bytes"):
         fetch(f"{site}/chunked")
 
 
 def test_private_addresses_are_refused(site: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Directly, by a name, and behind a redirect; the checked address is the one that is asked."""
+    """Private addresses are refused directly, by host name and behind a redirect. The checked address is the one that
+    is connected to."""
     for url in (site, site.replace("127.0.0.1", "localhost"), "http://[::1]/", "http://169.254.169.254/latest"):
         with pytest.raises(ImageError, match="is not a public address"):
             fetch(url)
@@ -139,7 +140,7 @@ def test_private_addresses_are_refused(site: str, monkeypatch: pytest.MonkeyPatc
     ("::1", False), ("fe80::1%eth0", False), ("fd00::1", False), ("::ffff:10.0.0.1", False), ("ff02::1", False),
     ("2002:0a00:0001::", False), ("64:ff9b::7f00:1", False), ("2001:0:4136:e378:8000:63bf:3fff:fdd2", False),
 ])  # fmt: skip
-def test_public_addresses(address: str, public: bool) -> None:
+def test_is_public(address: str, public: bool) -> None:
     assert is_public(address) == public
 
 
@@ -151,13 +152,13 @@ def test_public_addresses(address: str, public: bool) -> None:
     ("ftp://example.org/a", ALL, "no http or https URL"), ("http://a/" + "a" * 3000, ALL, "no http or https URL"),
     ("http://example.org/a", UrlPolicy(True, ("example.com",)), "not of an allowed domain.*example.com"),
 ])  # fmt: skip
-def test_urls_that_are_refused(url: str, policy: UrlPolicy, message: str) -> None:
+def test_policy_refuses_urls(url: str, policy: UrlPolicy, message: str) -> None:
     with pytest.raises(ImageError) as caught:
         policy.check(url)
     assert re.search(message, str(caught.value))
 
 
-def test_options() -> None:
+def test_url_policy_from_options() -> None:
     assert url_policy(False, None) == UrlPolicy()
     assert url_policy(False, ["Example.org."]) == UrlPolicy(True, ("example.org",))
     for wrong in ("https://a.org", "", "*.a.org"):

@@ -1,4 +1,4 @@
-"""Kinds of requests that clients send: unknown nested members, sentinels, hosted tools, our answers as history."""
+"""Requests of common clients: unknown nested members, sentinels, hosted tools, answers as history."""
 
 import json
 from typing import Any
@@ -81,7 +81,7 @@ def test_nested_members_that_change_the_text_are_refused(more: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("kind", ["json_object", "json_schema"])
-def test_a_schema_counts_at_either_place(kind: str) -> None:
+def test_schema_is_read_from_both_places(kind: str) -> None:
     for more in ({"schema": SCHEMA}, {"json_schema": {"schema": SCHEMA}}):
         spec = constraint_of(ChatRequest.model_validate({"messages": HI, "response_format": {"type": kind, **more}}))
         assert spec is not None and spec.plain == SCHEMA
@@ -133,7 +133,7 @@ PLACES = {("responses", "verbosity"): "text"}
 
 @pytest.mark.parametrize("api", MAKE)
 @pytest.mark.parametrize(("name", "value", "served"), FIELDS)
-def test_one_field_has_one_answer_in_all_apis(api: str, name: str, value: Any, served: bool) -> None:
+def test_field_is_served_or_refused_alike_in_all_apis(api: str, name: str, value: Any, served: bool) -> None:
     more = {name: value}
     if (place := PLACES.get((api, name))) is not None:
         more = {place: more}
@@ -149,7 +149,7 @@ BROKEN = ['{"city": "Os', "", "null", "[1]", '"x"', "{}}", '{"a": NaN}', '{"a": 
 
 
 @pytest.mark.parametrize("text", BROKEN, ids=range(len(BROKEN)))
-def test_broken_arguments_are_history_that_is_read(text: str) -> None:
+def test_invalid_call_arguments_are_accepted_as_history(text: str) -> None:
     wanted = {} if text in ("", "null") else {"INVALID_JSON": text}
     assert call_arguments(text) == wanted
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": text}}
@@ -161,7 +161,7 @@ def test_broken_arguments_are_history_that_is_read(text: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("forced", "limit"), [(True, 3), (True, 24), (True, 60), (False, 24)])
 def test_answers_of_every_api_are_accepted_as_history(server: Server, limit: int, forced: bool) -> None:
-    """Whole or cut off, with and without calls."""
+    """Answers complete or cut by max_tokens, with and without tool calls."""
     note = {"type": "object", "properties": {"note": {"type": "string"}}, "required": ["note"]}
     function = {"name": "weather", "description": "d", "parameters": note}
 
@@ -198,7 +198,7 @@ def test_answers_of_every_api_are_accepted_as_history(server: Server, limit: int
     answer("/api/chat", messages=[*HI, message, *HI], **own)
 
 
-def test_completions_take_sentinels() -> None:
+def test_completions_accept_sentinels() -> None:
     plain = CompletionRequest.model_validate({"prompt": "x"})
     given = {"seed": -1, "max_tokens": -1, "stop": None, "suffix": None, "n": None, "best_of": None}
     assert CompletionRequest.model_validate({"prompt": "x", **given}).model_dump() == plain.model_dump()

@@ -1,4 +1,4 @@
-"""Connections and bodies that would cost the server much: refused before they do, while others are answered."""
+"""Limits of connections, headers, bodies, queues and times; API keys, CORS and request ids."""
 
 import gzip
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from inside import ENGINE, Inside, inside, read_all
+from inside import ENGINE, LlmServer, read_all, serve_llm
 from support import PATIENCE, until
 
 from headstart.api import LLM
@@ -30,9 +30,9 @@ BODY = b'{"prompt": "Once", "max_tokens": 2, "seed": 1}'
 
 
 @pytest.fixture(scope="module")
-def server(llm: LLM) -> Iterator[Inside]:
+def server(llm: LLM) -> Iterator[LlmServer]:
     settings = {"api_key": ("one", "two"), "allowed_origins": ("http://page.example",), "max_queue": 40}
-    with inside(llm, **settings) as found:
+    with serve_llm(llm, **settings) as found:
         found.client.headers["Authorization"] = "Bearer one"
         yield found
 
@@ -41,7 +41,7 @@ def error_in(answer: bytes) -> Any:
     return json.loads(answer.partition(b"\r\n\r\n")[2])["error"]
 
 
-MASSES: list[tuple[type, bytes]] = [
+HUGE_BODIES: list[tuple[type, bytes]] = [
     (ChatRequest, b'{"messages": [' + b"1," * 5_000_000 + b"1]}"),
     (ChatRequest, b'{"messages": [' + b"1," * 500_000 + b"1]}"),
     (ChatRequest, b'{"messages": [' + b"{}," * 40_000 + b"{}]}"),
@@ -66,21 +66,21 @@ MASSES: list[tuple[type, bytes]] = [
 ]
 
 
-@pytest.mark.parametrize(("model", "data"), MASSES, ids=[str(i) for i in range(len(MASSES))])
-def test_what_is_wrong_many_times_is_told_once_and_soon(model: type, data: bytes) -> None:
+@pytest.mark.parametrize(("model", "data"), HUGE_BODIES, ids=[str(i) for i in range(len(HUGE_BODIES))])
+def test_huge_invalid_bodies_are_refused_fast_with_a_short_message(model: type, data: bytes) -> None:
     begun = time.thread_time()
-    with pytest.raises(BodyError) as told:
+    with pytest.raises(BodyError) as raised:
         parse_body(data, model)
-    assert time.thread_time() - begun < 20  # a second at most on any machine of today
-    assert len(str(told.value)) < 700
+    assert time.thread_time() - begun < 20  # normally under a second
+    assert len(str(raised.value)) < 700
 
 
-def test_large_bodies_that_are_right_are_read() -> None:
+def test_large_valid_body_is_parsed() -> None:
     body = {"prompt": [[i % 1000 for i in range(4000)] for _ in range(100)], "user": '[{"' * 60_000}
     assert len(parse_body(json.dumps(body).encode(), CompletionRequest).prompt) == 100  # type: ignore[attr-defined]
 
 
-def test_headers_must_end(server: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_headers_time_out(server: LlmServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "HEADER_SECONDS", 1.0)
     assert server.exchange(b"") == b""
     assert error_in(server.exchange(b"GET /health HTTP/1.1\r\nHost: "))["code"] == 408
@@ -90,18 +90,18 @@ def test_headers_must_end(server: Inside, monkeypatch: pytest.MonkeyPatch) -> No
     [HEAD + b"X: " + b"y" * 2**20], [HEAD, *[b"X: " + b"y" * 1000 + b"\r\n"] * 100],
     [HEAD + b"X: y\r\n" * 300 + b"\r\n"], [b"GET /" + b"a" * 2**20],
 ], ids=["long", "many", "small", "path"])  # fmt: skip
-def test_headers_are_limited(server: Inside, packets: list[bytes]) -> None:
+def test_header_size_is_limited(server: LlmServer, packets: list[bytes]) -> None:
     with server.connect() as connection:
         try:
             for packet in packets:
                 connection.sendall(packet)
             answer = read_all(connection)
         except (BrokenPipeError, ConnectionResetError):
-            answer = b""  # refused while we were writing
+            answer = b""  # refused during sending
     assert not answer or error_in(answer)["code"] == 431
 
 
-def test_what_is_not_http_is_told_so(server: Inside) -> None:
+def test_malformed_http_is_refused(server: LlmServer) -> None:
     answer = server.exchange(b"\x16\x03\x01\x02\x00 hello\r\n\r\n")
     assert error_in(answer)["type"] == "invalid_request_error"
     assert b"connection: close" in answer
@@ -114,14 +114,14 @@ def test_what_is_not_http_is_told_so(server: Inside) -> None:
 KEY = b"Authorization: bearer two\r\n"
 
 
-def test_bodies_must_come(server: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_incomplete_body_times_out(server: LlmServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "BODY_PAUSE_SECONDS", 0.3)
     answer = server.exchange(HEAD + KEY + b"Content-Length: 1000\r\n\r\n{")
     assert error_in(answer)["code"] == 408
 
 
-def test_bodies_in_preparation_have_a_budget(server: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that hold much are refused; small ones are answered meanwhile, and all of it is given back."""
+def test_bodies_in_preparation_share_a_memory_budget(server: LlmServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large bodies over the budget are refused. Small ones are answered meanwhile. All memory is released."""
     reader = server.state.body_reader
     monkeypatch.setattr(reader.budgets[1], "limit", 3 * 2**20)
     connections = []
@@ -140,7 +140,7 @@ def test_bodies_in_preparation_have_a_budget(server: Inside, monkeypatch: pytest
     until(lambda: not any(budget.used for budget in reader.budgets))
 
 
-def test_who_does_not_read_is_dropped(server: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_client_that_does_not_read_is_dropped(server: LlmServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "READ_SECONDS", 0.3)
     asked = {"prompt": "Once", "max_tokens": 2000, "ignore_eos": True, "stream": True, "logprobs": 20, "n": 8}
     body, ended = json.dumps(asked), server.metric("vllm:request_success_total")
@@ -151,7 +151,7 @@ def test_who_does_not_read_is_dropped(server: Inside, monkeypatch: pytest.Monkey
         until(lambda: server.metric("vllm:request_success_total") > ended and not server.served.admission.num_in_flight)
 
 
-def test_http_1_0_reads_to_the_end_of_the_connection(server: Inside) -> None:
+def test_http_1_0_stream_ends_with_the_connection(server: LlmServer) -> None:
     body = json.dumps({"prompt": "Once", "max_tokens": 3, "stream": True}).encode()
     head = HEAD.replace(b"1.1", b"1.0") + KEY + f"Content-Length: {len(body)}\r\n\r\n".encode()
     answer = server.exchange(head + body)
@@ -160,7 +160,7 @@ def test_http_1_0_reads_to_the_end_of_the_connection(server: Inside) -> None:
     assert answer.endswith(b"data: [DONE]\n\n")
 
 
-def test_head_cors_and_probes(server: Inside) -> None:
+def test_head_requests_and_cors(server: LlmServer) -> None:
     for path in ("/health", "/ping", "/ready", "/version"):
         got, head = server.client.get(path), server.client.head(path)
         assert (got.status_code, head.status_code) == (200, 200)
@@ -176,14 +176,14 @@ def test_head_cors_and_probes(server: Inside) -> None:
     assert server.client.options(TEXT, headers=asks | {"Origin": "http://other.example"}).status_code == 400
 
 
-def test_keys(server: Inside) -> None:
+def test_api_keys(server: LlmServer) -> None:
     right, wrong = ("Bearer one", "bearer two", "BEARER  two"), ("Bearer three", "Bearer", "one", "Basic one", "")
     for key, status in [*((key, 200) for key in right), *((key, 401) for key in wrong)]:
         assert server.client.get("/v1/models", headers={"Authorization": key}).status_code == status
     assert server.client.get("/health", headers={"Authorization": ""}).status_code == 200
 
 
-def test_request_ids(server: Inside) -> None:
+def test_request_ids_are_echoed_or_generated(server: LlmServer) -> None:
     given = server.client.get("/version", headers={"X-Request-Id": "my-id:1"})
     assert given.headers["X-Request-Id"] == "my-id:1"
     bad = ({"X-Request-Id": name} for name in ("", "a b", "x" * 500))
@@ -192,7 +192,7 @@ def test_request_ids(server: Inside) -> None:
     assert all(len(each) == 32 for each in made)
 
 
-def test_other_types_than_json(server: Inside) -> None:
+def test_content_types_and_encodings(server: LlmServer) -> None:
     answer = server.client.post(TEXT, content=BODY, headers={"Content-Type": "text/plain"})
     assert answer.status_code == 415
     assert "Content-Type" in answer.json()["error"]["message"]
@@ -201,14 +201,14 @@ def test_other_types_than_json(server: Inside) -> None:
     assert server.client.post(TEXT, content=BODY, headers={"Content-Type": "application/vnd.x+json"}).status_code == 200
 
 
-def test_a_fault_of_ours_closes_the_connection(server: Inside, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_error_closes_the_connection(server: LlmServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.served.engine, "open", lambda *requests: 1 / 0)
     answer = server.post(TEXT, prompt="Once")
     assert (answer.status_code, answer.headers["connection"]) == (500, "close")
     assert answer.json()["error"]["type"] == "server_error"
 
 
-def test_preparation_takes_a_place_and_counts_in_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_preparation_counts_for_queue_and_timeout(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     from headstart.server import pipeline
 
     prepare, late = pipeline.prepare, threading.Event()
@@ -217,14 +217,14 @@ def test_preparation_takes_a_place_and_counts_in_time(llm: LLM, monkeypatch: pyt
         late.wait(PATIENCE)
         return prepare(*args, **more)
 
-    with monkeypatch.context() as patch, inside(llm, request_timeout=0.3) as server:
+    with monkeypatch.context() as patch, serve_llm(llm, request_timeout=0.3) as server:
         patch.setattr(pipeline, "prepare", slow)
         answer = server.post(TEXT, prompt="Once", max_tokens=2)
         assert answer.status_code == 504
         assert "0.3 s" in answer.json()["error"]["message"]
         late.set()
         until(lambda: not server.served.admission.num_preparing)
-    with inside(llm, max_queue=0) as server:
+    with serve_llm(llm, max_queue=0) as server:
         with server.served.admission.reserve(8):
             assert server.client.get("/ready").status_code == 503
             refused = server.post(TEXT, prompt="Once")
@@ -232,17 +232,17 @@ def test_preparation_takes_a_place_and_counts_in_time(llm: LLM, monkeypatch: pyt
         assert server.client.get("/ready").status_code == 200
 
 
-def test_the_document_has_the_limits() -> None:
+def test_docs_list_the_limits() -> None:
     text = (Path(__file__).parents[2] / "docs" / "server.md").read_text("utf-8")
     rows = re.findall(r"\| (\d+) \| `(\w+)` \|", text)
     assert len(rows) > 10
     assert {name: float(value) for value, name in rows} == {name: float(getattr(limits, name)) for _, name in rows}
 
 
-def test_requests_carry_the_owner_of_their_key_and_a_priority_within_its_bounds(
-    server: Inside, monkeypatch: pytest.MonkeyPatch
+def test_requests_carry_the_owner_of_the_key_and_a_bounded_priority(
+    server: LlmServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Answers are drafts for their own key alone, by the owner."""
+    """The owner keeps drafts from other requests within one key. The key's priority is a lower bound."""
     orders, engine = [], server.served.llm.engine
     submit = engine.submit
 
@@ -263,24 +263,24 @@ def test_requests_carry_the_owner_of_their_key_and_a_priority_within_its_bounds(
 def test_queue_limit_and_timeout() -> None:
     llm = LLM(None, replace(ENGINE, max_num_seqs=1))
     long = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True}
-    with inside(llm, max_queue=0) as server:
-        assert server.post(TEXT, prompt="x", n=2).status_code == 400  # there is never room for two
+    with serve_llm(llm, max_queue=0) as server:
+        assert server.post(TEXT, prompt="x", n=2).status_code == 400  # one sequence at most
         with server.client.stream("POST", TEXT, json=long | {"stream": True}) as running_now:
-            lines = running_now.iter_lines()  # kept: httpx hangs up when it is collected
+            lines = running_now.iter_lines()  # a reference: httpx disconnects when the iterator is collected
             next(lines)
             refused = server.post(TEXT, prompt="x")
             assert refused.status_code == 503
             assert refused.headers["Retry-After"]
         server.wait_idle()
-    with inside(llm, request_timeout=1) as server:
+    with serve_llm(llm, request_timeout=1) as server:
         assert server.post(TEXT, **long).status_code == 504
         server.wait_idle()
 
 
-def test_a_late_reader_is_told_of_the_time_limit(llm: LLM) -> None:
+def test_slow_reader_receives_the_timeout_error(llm: LLM) -> None:
     asked = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True, "stream": True, "logprobs": 20, "n": 8}
     body = json.dumps(asked).encode()
-    with inside(llm, request_timeout=2) as server, socket.socket() as connection:
+    with serve_llm(llm, request_timeout=2) as server, socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         connection.connect(("127.0.0.1", server.port))
         connection.sendall(HEAD.replace(b"1.1", b"1.0") + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)

@@ -1,4 +1,4 @@
-"""Several models in one process: who is in memory, who has to leave, and who is not disturbed by it."""
+"""Several models in one process: loading on demand, unloading, memory limit, failures."""
 
 import asyncio
 import gc
@@ -28,7 +28,7 @@ Check = Callable[[ModelManager], Coroutine[Any, Any, None]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Models a and b, and one that cannot be read."""
+    """Models `a` and `b`, and `broken` with an empty weights file."""
     place = tmp_path_factory.mktemp("models")
     write_tiny("mimo", place / "a")
     write_tiny("llama", place / "b")
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager_module, "SWEEP_INTERVAL_S", 0.02)
     monkeypatch.setattr(manager_module, "MIN_KEEP_ALIVE_S", 0.1)
 
@@ -58,7 +58,7 @@ def with_models(folder: Path, check: Check, keep_alive: float | None = None, mem
     asyncio.run(main())
 
 
-async def begun(served: ServedModel, tokens: int = 20) -> RequestStream:
+async def start_request(served: ServedModel, tokens: int = 20) -> RequestStream:
     params = SamplingParams(max_tokens=tokens, seed=1, temperature=1.0, ignore_eos=True)
     return await served.open([served.llm.request(list(range(5, 15)), params)])
 
@@ -84,20 +84,20 @@ def sizes_of(folder: Path) -> dict[str, int]:
     return found
 
 
-def test_a_model_comes_when_it_is_asked_for_and_leaves_when_nobody_asks(folder: Path) -> None:
+def test_model_is_loaded_on_demand_and_unloaded_when_idle(folder: Path) -> None:
     async def check(models: ModelManager) -> None:
         assert loaded(models) == []
         waiting = [asyncio.create_task(models.get("a")) for _ in range(4)]
         waiting[0].cancel()
         first = (await asyncio.gather(*waiting, return_exceptions=True))[-1]
         assert isinstance(first, ServedModel) and models.find("a").num_loads == 1
-        expected, engine = await tokens_of(await begun(first)), ref(first.llm.engine)
+        expected, engine = await tokens_of(await start_request(first)), ref(first.llm.engine)
         del first, waiting
         await until(lambda: loaded(models) == [])
         async with models._moving:
             gc.collect()
         assert engine() is None, "its memory is not given back"
-        assert await tokens_of(await begun(await models.get("a:latest"))) == expected
+        assert await tokens_of(await start_request(await models.get("a:latest"))) == expected
         assert models.find("a").num_loads == 2
         with pytest.raises(ModelError, match="this server has a, b, broken"):
             await models.get("c")
@@ -105,24 +105,24 @@ def test_a_model_comes_when_it_is_asked_for_and_leaves_when_nobody_asks(folder: 
     with_models(folder, check, keep_alive=0.2)
 
 
-def test_the_longest_idle_leaves_for_another_and_who_works_does_not(folder: Path) -> None:
+def test_longest_idle_model_is_unloaded_but_running_models_stay(folder: Path) -> None:
     sizes = sizes_of(folder)
 
     async def check(models: ModelManager) -> None:
         await models.get("a")
-        running = await begun(await models.get("b"), 100)
+        running = await start_request(await models.get("b"), 100)
         assert loaded(models) == ["b"]
         with pytest.raises(BusyError, match="models that run leave"):
             await models.get("a")
         expected = await tokens_of(running)
         await models.get("a")
         assert loaded(models) == ["a"]
-        assert await tokens_of(await begun(await models.get("b"), 100)) == expected
+        assert await tokens_of(await start_request(await models.get("b"), 100)) == expected
 
     with_models(folder, check, memory=sizes["a"] + sizes["b"] - 1)
 
 
-def test_a_model_larger_than_all_memory_says_so(folder: Path) -> None:
+def test_model_larger_than_the_memory_limit_is_refused(folder: Path) -> None:
     async def check(models: ModelManager) -> None:
         for _ in range(2):
             with pytest.raises(BusyError, match="but all models may take"):
@@ -132,10 +132,10 @@ def test_a_model_larger_than_all_memory_says_so(folder: Path) -> None:
     with_models(folder, check, memory=1000)
 
 
-def test_a_model_that_cannot_be_loaded_disturbs_nobody(folder: Path) -> None:
+def test_failed_load_does_not_affect_running_models(folder: Path) -> None:
     async def check(models: ModelManager) -> None:
-        expected = await tokens_of(await begun(await models.get("b"), 100))
-        running = await begun(await models.get("b"), 100)
+        expected = await tokens_of(await start_request(await models.get("b"), 100))
+        running = await start_request(await models.get("b"), 100)
         for _ in range(2):
             with pytest.raises(
                 GenerationError, match=r"the model broken cannot be loaded: .*model.safetensors is empty"
@@ -147,9 +147,9 @@ def test_a_model_that_cannot_be_loaded_disturbs_nobody(folder: Path) -> None:
     with_models(folder, check)
 
 
-def test_a_model_does_not_leave_while_it_writes(folder: Path) -> None:
+def test_running_model_is_not_released(folder: Path) -> None:
     async def check(models: ModelManager) -> None:
-        running = await begun(await models.get("a"), 400)
+        running = await start_request(await models.get("a"), 400)
         assert not await models.release("a")
         assert len(await tokens_of(running)) == 400
         await until(lambda: loaded(models) == [])
@@ -160,27 +160,27 @@ def test_a_model_does_not_leave_while_it_writes(folder: Path) -> None:
     with_models(folder, check)
 
 
-def test_models_share_the_threads(folder: Path) -> None:
-    """In turns: two pools of as many threads as there are cores would be in each other's way."""
+def test_models_share_the_threads_and_keep_their_tokens(folder: Path) -> None:
+    """Models take turns on one thread pool: two pools of all cores would compete."""
 
     async def check(models: ModelManager) -> None:
         a, b = await models.get("a"), await models.get("b")
         assert a.llm.model.backend.threads is b.llm.model.backend.threads  # type: ignore[attr-defined]
-        alone = [await tokens_of(await begun(each, 50)) for each in (a, b)]
-        streams = [await begun(each, 50) for each in (a, b)]
+        alone = [await tokens_of(await start_request(each, 50)) for each in (a, b)]
+        streams = [await start_request(each, 50) for each in (a, b)]
         assert await asyncio.gather(*map(tokens_of, streams)) == alone
 
     with_models(folder, check)
 
 
-def test_nothing_is_begun_at_the_end(folder: Path) -> None:
+def test_drained_manager_refuses_requests(folder: Path) -> None:
     async def check(models: ModelManager) -> None:
         await models.get("a")
         models.drain()
         with pytest.raises(BusyError, match="shutting down"):
             await models.get("b")
         with pytest.raises(BusyError, match="shutting down"):
-            await begun(await models.get("a"))
+            await start_request(await models.get("a"))
 
     with_models(folder, check)
 
@@ -189,17 +189,17 @@ def test_nothing_is_begun_at_the_end(folder: Path) -> None:
     ("given", "seconds"),
     [(90, 90.0), ("90", 90.0), ("5m", 300.0), ("1h30m", 5400.0), ("250ms", 0.25), (0, 0.0), (-1, None), ("-1m", None)],
 )
-def test_times_to_stay(given: float | str, seconds: float | None) -> None:
+def test_keep_alive_parses_durations(given: float | str, seconds: float | None) -> None:
     assert KeepAlive.of(given).seconds == seconds
 
 
 @pytest.mark.parametrize("given", ["", "soon", "5 m", "m", "1h30", "nan", "--1"])
-def test_what_is_no_time(given: str) -> None:
+def test_keep_alive_refuses_invalid_durations(given: str) -> None:
     with pytest.raises(UsageError, match="which is no time"):
         KeepAlive.of(given)
 
 
-def test_models_of_a_folder(folder: Path, tmp_path: Path) -> None:
+def test_models_in_a_folder(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "a", tmp_path / "a")
     for name in ("x.gguf", "y-00001-of-00002.gguf", "y-00002-of-00002.gguf"):
         (tmp_path / name).write_bytes(b"GGUF")
@@ -210,7 +210,7 @@ def test_models_of_a_folder(folder: Path, tmp_path: Path) -> None:
     assert list(models_in(tmp_path)) == ["a", "damaged", "x", "y"]
 
 
-def test_a_local_file_is_called_by_its_stem_and_by_its_path(tmp_path: Path) -> None:
+def test_default_names_of_a_local_file_are_stem_and_path(tmp_path: Path) -> None:
     for file, stem in (("a-Q4_K_M.gguf", "a-Q4_K_M"), ("b-00001-of-00002.gguf", "b")):
         path = tmp_path / file
         path.touch()

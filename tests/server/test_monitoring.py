@@ -1,4 +1,4 @@
-"""The queries, the dashboard and the alerts of docs/monitoring: their syntax, and that every name in them exists."""
+"""Queries, dashboard and alerts of docs/monitoring: PromQL syntax and existing metric names."""
 
 import json
 import re
@@ -34,14 +34,14 @@ QUERIES = [
 
 
 def alerts() -> list[str]:
-    """Expressions of alerts.yml, folded over lines."""
+    """Expressions of alerts.yml, with folded lines joined."""
     text = (FOLDER / "alerts.yml").read_text("utf-8")
     found = re.findall(r"expr: (?:>-\n((?: {10}.*\n)+)|(.*)\n)", text)
     return [" ".join((folded or plain).split()) for folded, plain in found]
 
 
 def names_in(query: str) -> set[str]:
-    """The metrics that a query reads. Raises ValueError for what is no PromQL."""
+    """Metric names in a PromQL query. Raises ValueError for invalid PromQL."""
 
     def walk(node: Any) -> Iterator[str]:
         if isinstance(node, promql_parser.VectorSelector):
@@ -58,7 +58,7 @@ def names_in(query: str) -> set[str]:
 
 
 def samples_of(release: str) -> set[str]:
-    """Published metrics as Prometheus has them."""
+    """Sample names that Prometheus stores for the published metrics of a release."""
     found = set()
     for name, kind in PUBLISHED[release].items():
         ends = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}.get(kind, [""])
@@ -66,27 +66,27 @@ def samples_of(release: str) -> set[str]:
     return found
 
 
-def test_the_files_are_those_that_the_queries_give(tmp_path: Path) -> None:
+def test_dashboard_and_page_are_generated_from_the_queries(tmp_path: Path) -> None:
     make.write(tmp_path)
     for written, kept in (("dashboard.json", FOLDER / "dashboard.json"), ("monitoring.md", DOCS / "monitoring.md")):
         assert (tmp_path / written).read_text() == kept.read_text(), "python docs/monitoring/make.py"
 
 
 @pytest.mark.parametrize(("engine", "query"), [pair for pair in QUERIES if pair[0] != "headstart"])
-def test_queries_read_names_that_engines_publish(engine: str, query: str) -> None:
+def test_queries_use_published_metric_names(engine: str, query: str) -> None:
     names = names_in(query)
     assert names
     assert names <= samples_of(RELEASES[engine])
 
 
-def test_what_a_guide_writes_names_nothing() -> None:
-    """Without _total: the reason for this page."""
+def test_counter_without_total_suffix_does_not_exist() -> None:
+    """Guides write the counter without _total; Prometheus has no such name."""
     (name,) = names_in("rate(vllm:spec_decode_num_accepted_tokens[5m])")
     assert name not in samples_of(RELEASES["vllm"])
     assert f"{name}_total" in samples_of(RELEASES["vllm"])
 
 
-def test_the_dashboard_asks_what_the_queries_say() -> None:
+def test_dashboard_targets_equal_the_queries() -> None:
     board = json.loads((FOLDER / "dashboard.json").read_text("utf-8"))
     asked = {target["expr"] for panel in board["panels"] for target in panel["targets"]}
     assert {each.replace("[$__rate_interval]", "[5m]") for each in asked} == {query for _, query in QUERIES}
@@ -95,8 +95,8 @@ def test_the_dashboard_asks_what_the_queries_say() -> None:
 
 
 @pytest.mark.slow
-def test_headstart_exports_every_name_after_a_run(server: Server) -> None:
-    exported = _after_a_run(server)
+def test_headstart_exports_every_queried_metric(server: Server) -> None:
+    exported = _exported_names(server)
     wanted = {name for engine, query in QUERIES if engine == "headstart" for name in names_in(query)}
     wanted |= {name for query in alerts() for name in names_in(query)}
     assert wanted
@@ -104,13 +104,13 @@ def test_headstart_exports_every_name_after_a_run(server: Server) -> None:
 
 
 @pytest.mark.slow
-def test_names_taken_from_vllm_are_vllms(server: Server) -> None:
-    """But the gauge that older guides ask for, which vLLM has dropped."""
-    own = {name for name in _after_a_run(server) if name.startswith("vllm:") and not name.endswith("_created")}
+def test_vllm_metric_names_exist_in_vllm(server: Server) -> None:
+    """Exception: spec_decode_draft_acceptance_rate, which vLLM has removed and older guides use."""
+    own = {name for name in _exported_names(server) if name.startswith("vllm:") and not name.endswith("_created")}
     assert own - samples_of(RELEASES["vllm"]) <= {"vllm:spec_decode_draft_acceptance_rate"}
 
 
-def _after_a_run(server: Server) -> set[str]:
+def _exported_names(server: Server) -> set[str]:
     text = "a b c d a b c d a b c d a b"
     assert server.post("/v1/completions", prompt=text, max_tokens=24, temperature=0).status_code == 200
     families = text_string_to_metric_families(server.client.get("/metrics").text)
@@ -119,8 +119,8 @@ def _after_a_run(server: Server) -> set[str]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="no prometheus in PATH")
-def test_a_real_prometheus_answers_every_query(server: Server, tmp_path: Path) -> None:
-    """Scraped each second, with a window to match; what a query gives is a number, not nothing."""
+def test_prometheus_has_a_value_for_every_query(server: Server, tmp_path: Path) -> None:
+    """Prometheus scrapes each second; the queries use a window of 20 s."""
     shutil.copy(FOLDER / "alerts.yml", tmp_path)
     target = str(server.client.base_url).removeprefix("http://").rstrip("/")
     (tmp_path / "prometheus.yml").write_text(

@@ -1,4 +1,4 @@
-"""The official `ollama` client against the running server, and what Open WebUI sends."""
+"""The official `ollama` client and requests of Open WebUI against the running server."""
 
 import json
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ def client(server: Server) -> Iterator[Any]:
         yield found
 
 
-def test_models(client: Any) -> None:
+def test_list_ps_show_and_pull(client: Any) -> None:
     (listed,) = client.list().models
     (running,) = client.ps().models
     shown = client.show(MODEL)
@@ -35,8 +35,8 @@ def test_models(client: Any) -> None:
     assert [each.status for each in client.pull(MODEL, stream=True)] == ["pulling manifest", "success"]
 
 
-def test_chats_of_all_apis_have_the_recommended_sampling(client: Any, server: Server) -> None:
-    """Without a temperature: what `headstart chat` and the page take, too."""
+def test_chat_without_options_uses_the_recommended_sampling(client: Any, server: Server) -> None:
+    """The OpenAI API has the same default temperature and top_p."""
     options = {"num_predict": 24, "seed": 1}
     text = client.chat(MODEL, QUESTION, options={**options, "temperature": 0.2, "top_p": 0.9}).message.content
     assert client.chat(MODEL, QUESTION, options=options).message.content == text
@@ -44,7 +44,7 @@ def test_chats_of_all_apis_have_the_recommended_sampling(client: Any, server: Se
     assert said["choices"][0]["message"]["content"] == text
 
 
-def test_a_stream_says_what_the_whole_answer_says(client: Any, server: Server) -> None:
+def test_streamed_and_whole_answers_are_equal(client: Any, server: Server) -> None:
     whole = client.chat(MODEL, QUESTION, options=OPTIONS)
     pieces = list(client.chat(MODEL, QUESTION, options=OPTIONS, stream=True))
     text = whole.message.content
@@ -53,10 +53,10 @@ def test_a_stream_says_what_the_whole_answer_says(client: Any, server: Server) -
     assert 0 < whole.prompt_eval_duration + whole.eval_duration <= whole.total_duration < 60e9
     assert client.generate(MODEL, QUESTION[0]["content"], options=OPTIONS).response == text
     said = server.post("/v1/chat/completions", messages=QUESTION, max_tokens=24, seed=1, temperature=0.8).json()
-    assert said["choices"][0]["message"]["content"] == text  # one path for all
+    assert said["choices"][0]["message"]["content"] == text  # the chat completions API has the same text
 
 
-def test_raw_prompts_formats_and_calls(client: Any, server: Server) -> None:
+def test_raw_prompts_json_format_and_tool_calls(client: Any, server: Server) -> None:
     raw = client.generate(MODEL, "One, two, three,", raw=True, options={"num_predict": 6, "temperature": 0})
     assert "four" in raw.response
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"]}
@@ -74,9 +74,8 @@ def test_raw_prompts_formats_and_calls(client: Any, server: Server) -> None:
     assert client.chat(MODEL, turns, tools=[TIME], options=OPTIONS).done
 
 
-def test_a_session_of_open_webui(server: Server) -> None:
-    """In its order, as its source has it: the connection is verified, models are listed with those that are loaded, a
-    chat streams as lines, a title is asked for at once, and the same goes by its OpenAI connection."""
+def test_open_webui_session(server: Server) -> None:
+    """Open WebUI's requests in its order: version, models, loaded models, streamed chat, title, OpenAI API."""
     json_type = {"Content-Type": "application/json"}
     with httpx.Client(base_url=server.url, headers=json_type, timeout=PATIENCE) as web:
         assert web.get("/api/version").json()["version"]
@@ -95,5 +94,5 @@ def test_a_session_of_open_webui(server: Server) -> None:
         asked["stream_options"] = {"include_usage": True}
         text = web.post("/v1/chat/completions", content=json.dumps(asked)).text
         assert text.endswith("data: [DONE]\n\n")
-        asked["model"] = names[0]  # with its tag
+        asked["model"] = names[0]  # with the tag
         assert web.post("/v1/chat/completions", content=json.dumps(asked)).status_code == 200

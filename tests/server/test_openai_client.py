@@ -20,14 +20,14 @@ def chat(client: OpenAI, **options: Any) -> Any:
     return client.chat.completions.create(**{"model": MODEL, "messages": QUESTION, "max_tokens": 24} | options)
 
 
-def test_models(client: OpenAI) -> None:
+def test_list_and_retrieve_models(client: OpenAI) -> None:
     assert [each.id for each in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL
     with pytest.raises(NotFoundError, match="does not exist"):
         chat(client, model="other")
 
 
-def test_a_stream_says_what_the_whole_answer_says(client: OpenAI) -> None:
+def test_streamed_and_whole_answers_are_equal(client: OpenAI) -> None:
     options = {"temperature": 0.8, "seed": 7, "max_tokens": 40}
     whole = chat(client, **options)
     assert whole.choices[0].message.model_fields_set >= {"role", "content", "refusal"}  # required, and may be null
@@ -42,7 +42,7 @@ def test_a_stream_says_what_the_whole_answer_says(client: OpenAI) -> None:
     assert whole.usage.model_extra["speculation"]["method"] == "eagle3"
 
 
-def test_drafting_changes_nothing(client: OpenAI) -> None:
+def test_drafting_does_not_change_the_text(client: OpenAI) -> None:
     texts = set()
     for speculation in ({"mode": "off"}, {"mode": "auto"}, {"mode": "auto", "depth": 5}):
         answer = chat(client, temperature=1.0, seed=3, max_tokens=60, extra_body={"speculation": speculation})
@@ -53,7 +53,7 @@ def test_drafting_changes_nothing(client: OpenAI) -> None:
     assert len(texts) == 1
 
 
-def test_n_choices(client: OpenAI) -> None:
+def test_n_choices_whole_and_streamed(client: OpenAI) -> None:
     options = {"n": 3, "temperature": 1.0, "seed": 5}
     whole = chat(client, **options)
     texts = [choice.message.content for choice in whole.choices]
@@ -66,7 +66,7 @@ def test_n_choices(client: OpenAI) -> None:
     assert streamed == texts
 
 
-def test_logprobs(client: OpenAI) -> None:
+def test_chat_logprobs_whole_and_streamed(client: OpenAI) -> None:
     options = {"temperature": 0, "logprobs": True, "top_logprobs": 3, "max_tokens": 12}
     found = chat(client, **options).choices[0].logprobs
     assert found.model_fields_set == {"content", "refusal"}
@@ -113,7 +113,7 @@ def test_prompt_logprobs_and_special_tokens(client: OpenAI) -> None:
     assert all(each["logprob"] <= 0 for entry in found[1:] for each in entry.values())
 
 
-def test_prompts_as_lists_and_as_ids(client: OpenAI, server: Server) -> None:
+def test_prompts_as_lists_and_token_ids(client: OpenAI, server: Server) -> None:
     text = "Once upon a time"
     ids = server.post("/tokenize", prompt=text).json()["tokens"]
     options = {"model": MODEL, "max_tokens": 10, "temperature": 0.7, "seed": 4}
@@ -125,7 +125,7 @@ def test_prompts_as_lists_and_as_ids(client: OpenAI, server: Server) -> None:
     assert server.post("/detokenize", tokens=tokens).json()["prompt"] == one.choices[0].text
 
 
-def test_stop_strings_cut_exactly(client: OpenAI) -> None:
+def test_stop_strings_cut_the_text_exactly(client: OpenAI) -> None:
     options = {"temperature": 0, "max_tokens": 60}
     text = chat(client, **options).choices[0].message.content
     stop = text[20:26]
@@ -198,7 +198,7 @@ def test_tools_that_are_not_allowed_are_not_in_the_prompt(client: OpenAI) -> Non
     assert some == chat(client, **options, tools=tools[1:]).usage.prompt_tokens
 
 
-def test_a_tool_answer_goes_back(client: OpenAI) -> None:
+def test_tool_result_is_accepted(client: OpenAI) -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "get_time", "arguments": "{}"}}
     messages = [
         *QUESTION,
@@ -208,8 +208,8 @@ def test_a_tool_answer_goes_back(client: OpenAI) -> None:
     assert chat(client, messages=messages, tools=[TIME]).choices[0].finish_reason in ("stop", "length", "tool_calls")
 
 
-def test_a_call_that_the_model_makes_by_itself(client: OpenAI) -> None:
-    """The default model's template has no place for tools: it is told Hermes' format, and that is read."""
+def test_unforced_tool_call_in_hermes_format(client: OpenAI) -> None:
+    """The default model's chat template has no tools: the server adds and parses the Hermes format."""
     call = '<tool_call>\n{"name": "get_time", "arguments": {}}\n</tool_call>'
     answer = chat(client, tools=[TIME], max_tokens=60, extra_body={"guided_choice": [call]}).choices[0]
     assert answer.finish_reason == "tool_calls"
@@ -217,7 +217,7 @@ def test_a_call_that_the_model_makes_by_itself(client: OpenAI) -> None:
     assert answer.message.content is None
 
 
-def test_the_developer_is_the_system_where_a_template_knows_no_other(client: OpenAI) -> None:
+def test_developer_role_falls_back_to_system(client: OpenAI) -> None:
     said = []
     for role in ("system", "developer"):
         messages = [{"role": role, "content": "Answer in one word."}, *QUESTION]

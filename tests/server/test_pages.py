@@ -1,4 +1,4 @@
-"""The pages for browsers: what they are made of, and with what headers they come."""
+"""Browser pages: files, size, headers, content security policy, caching."""
 
 import re
 from collections.abc import Iterator
@@ -15,20 +15,19 @@ from headstart.server.pages import POLICY, Pages
 
 WEB = Path(headstart.__file__).parent / "server" / "web"
 PAGE_BYTES = 300_000
-MOST_LINES = 400
+MAX_LINES = 400
 OWN = sorted(path for path in WEB.rglob("*") if path.is_file() and path.parent.name != "vendor")
 
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[TestClient]:
-    """The pages in front of an application that wants a key."""
+    """The pages in front of an application that requires an API key."""
     guarded = ApiKeyGuard(PlainTextResponse("the application"), Accounts.of(["secret"], None))
     yield TestClient(Pages(guarded), headers={"Accept-Encoding": ""})
 
 
 @pytest.mark.parametrize("path", ["/", "/dashboard"])
-def test_a_page_and_all_that_it_loads(client: TestClient, path: str) -> None:
-    """Small, from here alone, without a key."""
+def test_page_loads_small_local_files_without_a_key(client: TestClient, path: str) -> None:
     seen: dict[str, int] = {}
     left = [path]
     while left:
@@ -50,7 +49,7 @@ def test_a_page_and_all_that_it_loads(client: TestClient, path: str) -> None:
     assert sum(seen.values()) < PAGE_BYTES
 
 
-def test_unchanged_files_are_not_sent_again(client: TestClient) -> None:
+def test_unchanged_files_have_status_304(client: TestClient) -> None:
     first = client.get("/web/ui.js", headers={"Accept-Encoding": "gzip"})
     assert first.headers["content-encoding"] == "gzip"
     assert first.text == (WEB / "ui.js").read_text("utf-8")
@@ -58,24 +57,24 @@ def test_unchanged_files_are_not_sent_again(client: TestClient) -> None:
     assert (again.status_code, again.content) == (304, b"")
 
 
-def test_the_rest_is_the_application_s(client: TestClient) -> None:
+def test_other_paths_reach_the_application(client: TestClient) -> None:
     paths = ("/v1/models", "/web/", "/web/../app.py", "/web/vendor/README.md", "/metrics")
     assert [client.get(path).status_code for path in paths] == [401] * len(paths)
     assert client.post("/", json={}).status_code == 401
     assert client.get("/dashboard/").url.path == "/dashboard"
 
 
-def test_nothing_is_inline_or_from_elsewhere() -> None:
+def test_sources_have_no_inline_code_or_external_urls() -> None:
     for path in OWN:
         text = path.read_text("utf-8")
-        assert len(text.splitlines()) <= MOST_LINES, path
+        assert len(text.splitlines()) <= MAX_LINES, path
         if path.suffix == ".html":
             assert not re.search(r"<style|style=|<script(?![^>]* src=)| on\w+=", text), path
         assert not re.search(r"innerHTML|eval\(|document\.write", text), path
         assert set(re.findall(r"https?://[\w./]+", text)) <= {"http://www.w3.org/2000/svg"}, path
 
 
-def test_libraries_are_what_their_table_says() -> None:
+def test_vendored_libraries_match_their_table() -> None:
     table = (WEB / "vendor" / "README.md").read_text("utf-8")
     rows = dict(re.findall(r"^\| (\S+\.\w+) \|.*\| (\d+) \|$", table, re.MULTILINE))
     files = {path.name: path.stat().st_size for path in (WEB / "vendor").iterdir() if path.suffix in (".js", ".css")}

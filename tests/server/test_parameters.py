@@ -1,4 +1,4 @@
-"""The table of sampling parameters: what derives from it, and its copy in docs/server.md.
+"""The table of sampling parameters, request bodies derived from it, and its copy in docs/server.md.
 
 `python tests/server/test_parameters.py` writes the copy."""
 
@@ -55,12 +55,12 @@ def _elsewhere(row: Parameter) -> str:
     return ", ".join([f"`{row.flag}`"] * (row.flag is not None) + own)
 
 
-def test_the_document_has_the_table() -> None:
+def test_docs_contain_the_table() -> None:
     text = DOCUMENT.read_text("utf-8")
     assert text.partition(BEGIN)[2].partition(END)[0] == documented(), f"run python {Path(__file__).name}"
 
 
-def test_bodies_have_the_parameters_under_their_names() -> None:
+def test_request_bodies_have_all_parameters() -> None:
     assert set(SamplingParams.__dataclass_fields__) == set(parameters())
     for model in (ChatRequest, CompletionRequest):
         assert set(parameters()) <= set(model.model_fields)
@@ -68,7 +68,7 @@ def test_bodies_have_the_parameters_under_their_names() -> None:
     assert set(names_in("responses").values()) <= set(ResponsesRequest.model_fields)
 
 
-def test_the_page_shows_the_parameters_that_have_a_control() -> None:
+def test_playground_has_the_parameters_with_a_control() -> None:
     (shown,) = re.findall(r"^export const PARAMETERS = (.*);$", _controls().decode(), re.MULTILINE)
     assert [each["name"] for each in json.loads(shown)] == [row.name for row in parameters().values() if row.control]
 

@@ -1,4 +1,4 @@
-"""Streams that tell of each pass: what they say adds up to the text and to the counters, and changes neither."""
+"""speculation.events: events of passes agree with text and usage and leave the text unchanged."""
 
 import json
 from typing import Any
@@ -20,7 +20,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def choices_of(server: Server, path: str, body: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """All choices of all chunks, and the usage."""
+    """Choices of all chunks, and the usage."""
     lines = server.post(path, **body).text.split("\n\n")
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line not in ("", "data: [DONE]")]
     assert not [chunk for chunk in chunks if "error" in chunk], chunks[-1]
@@ -33,18 +33,18 @@ def text_of(choices: list[dict[str, Any]], index: int) -> str:
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_passes_add_up(server: Server, name: str) -> None:
+def test_events_of_passes_agree_with_text_and_usage(server: Server, name: str) -> None:
     path, given = BODIES[name]
     body = {**ASKED, **given, "cache_salt": name}
-    told, usage = choices_of(server, path, {**body, "speculation": {**given["speculation"], "events": True}})
-    silent, _ = choices_of(server, path, {**body, "cache_salt": f"{name} again"})
-    assert not any("speculation" in each for each in silent)
-    passes = [one for each in told for one in each.get("speculation", ())]
+    with_events, usage = choices_of(server, path, {**body, "speculation": {**given["speculation"], "events": True}})
+    without_events, _ = choices_of(server, path, {**body, "cache_salt": f"{name} again"})
+    assert not any("speculation" in each for each in without_events)
+    passes = [one for each in with_events for one in each.get("speculation", ())]
     for index in range(2):
-        text = text_of(told, index)
-        assert text == text_of(silent, index)
+        text = text_of(with_events, index)
+        assert text == text_of(without_events, index)
         tokens = [
-            token for each in told if each["index"] == index
+            token for each in with_events if each["index"] == index
             for one in each.get("speculation", ()) for token in one["tokens"]
         ]  # fmt: skip
         assert "".join(token["text"] for token in tokens).startswith(text)
@@ -65,7 +65,7 @@ def test_passes_add_up(server: Server, name: str) -> None:
     assert any(one["rejected"] for one in passes) == (name != "plain")
 
 
-def test_logprobs_stand_beside_tokens(server: Server) -> None:
+def test_chunks_have_as_many_logprobs_as_tokens(server: Server) -> None:
     body = {**ASKED, "messages": MESSAGES, "logprobs": True, "speculation": {"events": True}}
     for choice in choices_of(server, CHAT, body)[0]:
         tokens = [token["text"] for one in choice.get("speculation", ()) for token in one["tokens"]]

@@ -1,4 +1,4 @@
-"""Prefill and decode servers: the texts of one server, through a shared folder and over HTTP, and whatever breaks."""
+"""Prefill and decode servers: texts equal those of one server, with a shared folder, over HTTP and after failures."""
 
 import random
 import signal
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from inside import Inside, inside
+from inside import LlmServer, serve_llm
 from process import HttpServer, running
 from support import new_folder
 from tiny_models import write_tiny
@@ -24,16 +24,16 @@ LENGTH = 400
 
 
 @contextmanager
-def serving(model: str, kv: Path | None = None, **settings: Any) -> Iterator[Inside]:
-    """A server of `model` inside this process; `kv`: the folder of spilled blocks."""
+def serving(model: str, kv: Path | None = None, **settings: Any) -> Iterator[LlmServer]:
+    """A server of `model` in this process; `kv`: the folder of spilled blocks."""
     config = EngineConfig(threads=1, max_num_seqs=8, kv_blocks=512, kv_spill=None if kv is None else str(kv))
-    with LLM(model, config) as llm, inside(llm, **settings) as server:
+    with LLM(model, config) as llm, serve_llm(llm, **settings) as server:
         yield server
 
 
 @pytest.fixture
 def family() -> str:
-    """With an MTP head of its own."""
+    """The default family, with an MTP head."""
     return "mimo"
 
 
@@ -69,7 +69,7 @@ def answers(server: HttpServer, seeds: range) -> list[Any]:
 
 @cache
 def expected_of(family: str) -> list[Any]:
-    """Of one server."""
+    """Answers of a single server."""
     with serving(model_of(family)) as server:
         return answers(server, range(8))
 
@@ -80,7 +80,7 @@ def expected(family: str) -> list[Any]:
 
 
 @pytest.fixture
-def prefill(model: str, tmp_path: Path) -> Iterator[Inside]:
+def prefill(model: str, tmp_path: Path) -> Iterator[LlmServer]:
     with serving(model, tmp_path / "kv", role="prefill") as server:
         yield server
 
@@ -88,8 +88,8 @@ def prefill(model: str, tmp_path: Path) -> Iterator[Inside]:
 @pytest.mark.parametrize(("family", "place"), [
     ("mimo", "kv"), ("mimo", "other"), ("qwen3_5", "other"),
 ], ids=["shared folder", "over HTTP", "recurrent layers"])  # fmt: skip
-def test_prompts_are_computed_elsewhere(
-    model: str, expected: list[Any], prefill: Inside, place: str, tmp_path: Path
+def test_decode_server_uses_prompts_of_the_prefill_server(
+    model: str, expected: list[Any], prefill: LlmServer, place: str, tmp_path: Path
 ) -> None:
     with serving(model, tmp_path / place, role="decode", prefill=prefill.url) as decode:
         assert answers(decode, range(8)) == expected
@@ -106,8 +106,8 @@ def test_prompts_are_computed_elsewhere(
     prefill.wait_idle()
 
 
-def test_the_other_server_ends(model: str, expected: list[Any], tmp_path: Path) -> None:
-    """With kill -9, while requests come: nobody notices. Both are processes, as the command starts them."""
+def test_decode_server_survives_a_killed_prefill_server(model: str, expected: list[Any], tmp_path: Path) -> None:
+    """SIGKILL during requests: all texts stay the same."""
     with (
         running(model, *SMALL, "--role", "prefill", "--kv-spill", str(tmp_path / "kv")) as prefill,
         running(model, *SMALL, "--prefill", prefill.url, "--kv-spill", str(tmp_path / "other")) as decode,
@@ -123,10 +123,10 @@ def test_the_other_server_ends(model: str, expected: list[Any], tmp_path: Path) 
 
 
 @pytest.mark.parametrize("reason", ["another model", "404"])
-def test_a_server_of_another_kind(
+def test_unsuitable_prefill_server_is_reported_once(
     model: str, expected: list[Any], reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Another model, and none that hands anything over: one line, and the same texts."""
+    """Another model, or a server without the prefill role: one log line and the same texts."""
     if reason == "404":
         other = serving(model)
     else:
@@ -138,7 +138,7 @@ def test_a_server_of_another_kind(
     assert reason in said
 
 
-def test_who_asks_for_blocks(model: str, prefill: Inside, tmp_path: Path) -> None:
+def test_prefill_and_block_endpoints_check_requests_and_keys(model: str, prefill: LlmServer, tmp_path: Path) -> None:
     found = prefill.post("/kv/prefill", prompt=prompt_of(1)).json()
     assert found["trunk"] in found["files"] and found["files"][found["trunk"]] == list(range(LENGTH // 16))
     for path, status in ((f"/kv/blocks/{found['trunk']}/{'0' * 32}", 404), (f"/kv/blocks/{'0' * 32}/{'0' * 32}", 400),

@@ -1,4 +1,4 @@
-"""curl lines and Python of README, the quick start and the cookbook, as printed."""
+"""curl commands and Python code of README, quick start and cookbook."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from support import PATIENCE
 
 from headstart.cli import serve
 
-pytestmark = pytest.mark.slow  # a server process; each line bounds its answer, which at T = 1 may else fill the context
+pytestmark = pytest.mark.slow  # a server process; examples set max_tokens, or an answer at T = 1 may fill the context
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "quickstart.md", *sorted((ROOT / "docs" / "cookbook").glob("*.md")))
 TEXTS = {path.name: path.read_text("utf-8") for path in DOCUMENTS}
@@ -30,7 +30,7 @@ CODES = [
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=[str(i) for i in range(len(COMMANDS))])
-def test_curl(server: Server, command: str) -> None:
+def test_curl_examples(server: Server, command: str) -> None:
     assert "localhost:8000" in command
     address = server.url.removeprefix("http://")
     shell = ["bash", "-c", command.replace("localhost:8000", address)]
@@ -49,11 +49,11 @@ def test_curl(server: Server, command: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "code"), CODES, ids=[name for name, _ in CODES])
-def test_python(server: Server, name: str, code: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_examples(server: Server, name: str, code: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(code.replace("http://localhost:8000", server.url), name, "exec"), {"__name__": name})
     assert capsys.readouterr().out
 
 
-def test_there_are_some() -> None:
+def test_documents_have_examples() -> None:
     assert len(COMMANDS) >= 7
     assert len(CODES) >= 2

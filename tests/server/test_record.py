@@ -1,4 +1,4 @@
-"""`serve --record`: what is kept, for whom, and that nothing it meets stops the server."""
+"""`serve --record`: recorded texts, file permissions, disk errors, size limit, damaged and foreign folders."""
 
 import json
 import os
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import support
-from inside import Inside, inside
+from inside import LlmServer, serve_llm
 
 from headstart.api import LLM
 from headstart.cli.main import main
@@ -41,18 +41,18 @@ def llm() -> LLM:
 
 
 @pytest.fixture
-def server(llm: LLM, tmp_path: Path) -> Iterator[Inside]:
-    with inside(llm, record=tmp_path / "kept") as found:
+def server(llm: LLM, tmp_path: Path) -> Iterator[LlmServer]:
+    with serve_llm(llm, record=tmp_path / "kept") as found:
         yield found
 
 
-def kept(folder: Path, count: int) -> list[TextRecord]:
-    """The records of a folder, once there are so many."""
+def wait_for_records(folder: Path, count: int) -> list[TextRecord]:
+    """Waits until a folder has `count` records, then reads them."""
     support.until(lambda: sum(path.read_bytes().count(b"\n") for path in folder.glob("records-*")) >= count)
     return read_records(folder, support.VOCAB).records
 
 
-def metric(server: Inside, line: str) -> float:
+def metric(server: LlmServer, line: str) -> float:
     found = [each for each in server.client.get("/metrics").text.splitlines() if each.startswith(line)]
     return float(found[0].rsplit(" ", 1)[1])
 
@@ -60,7 +60,7 @@ def metric(server: Inside, line: str) -> float:
 BODY: dict[str, Any] = {"prompt": [3, 4, 5], "max_tokens": 6, "temperature": 0.8, "seed": 1, "return_token_ids": True}
 
 
-def test_texts_that_ended_well_are_kept_as_ids_for_the_owner_alone(server: Inside, tmp_path: Path) -> None:
+def test_complete_texts_are_recorded_as_ids_in_private_files(server: LlmServer, tmp_path: Path) -> None:
     folder = tmp_path / "kept"
     told = server.post("/v1/completions", **BODY).json()["choices"][0]["token_ids"]
     assert server.post("/v1/completions", **BODY | {"seed": 2, "store": False}).status_code == 200
@@ -68,7 +68,7 @@ def test_texts_that_ended_well_are_kept_as_ids_for_the_owner_alone(server: Insid
     chat = {"messages": [{"role": "user", "content": "the tin"}], "max_tokens": 3, "stream": True, "store": True}
     assert "[DONE]" in server.post("/v1/chat/completions", **chat).text
     server.post("/v1/completions", **BODY | {"n": 2, "prompt": [[3, 4], [4, 3]]})
-    records = kept(folder, 6)
+    records = wait_for_records(folder, 6)
     assert len(records) == 6
     assert records[0] == TextRecord((3, 4, 5), tuple(told), 0.8)
     assert [len(each.prompt_ids) for each in records[2:]] == [2] * 4
@@ -79,11 +79,11 @@ def test_texts_that_ended_well_are_kept_as_ids_for_the_owner_alone(server: Insid
     assert set(json.loads(text.splitlines()[0])) == {"prompt_ids", "response_ids", "temperature"}
 
 
-def test_a_client_that_leaves_is_not_kept(server: Inside, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelled_request_is_not_kept(server: LlmServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forward, has_left = server.served.llm.engine.runner.forward, threading.Event()
 
     def waiting(spans: Any) -> Any:
-        """The text does not end before the client has left."""
+        """Stops before token 10 until the client has disconnected."""
         return (spans[0].sequence.num_output < 9 or has_left.wait(support.PATIENCE)) and forward(spans)
 
     monkeypatch.setattr(server.served.llm.engine.runner, "forward", waiting)
@@ -92,15 +92,15 @@ def test_a_client_that_leaves_is_not_kept(server: Inside, tmp_path: Path, monkey
     support.until(lambda: not server.served.admission.num_in_flight)
     has_left.set()
     server.post("/v1/completions", **BODY)
-    assert [len(each.response_ids) for each in kept(tmp_path / "kept", 1)] == [6]
+    assert [len(each.response_ids) for each in wait_for_records(tmp_path / "kept", 1)] == [6]
 
 
-def test_a_full_disk_or_a_folder_that_is_gone_costs_records_only(
-    server: Inside, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_missing_folder_loses_records_but_no_requests(
+    server: LlmServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = tmp_path / "kept"
     server.post("/v1/completions", **BODY)
-    assert len(kept(folder, 1)) == 1
+    assert len(wait_for_records(folder, 1)) == 1
     folder.rename(tmp_path / "elsewhere")
     for _ in range(3):
         assert server.post("/v1/completions", **BODY).status_code == 200
@@ -111,10 +111,10 @@ def test_a_full_disk_or_a_folder_that_is_gone_costs_records_only(
     assert not folder.exists(), "it is not made again"
     (tmp_path / "elsewhere").rename(folder)
     server.post("/v1/completions", **BODY)
-    assert len(kept(folder, 2)) == 2
+    assert len(wait_for_records(folder, 2)) == 2
 
 
-def test_no_space_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files, line, real = RecordFiles(tmp_path, 10_000), RECORD.line(), os.write
     files.append(line)
 
@@ -132,7 +132,7 @@ def test_no_space_leaves_whole_lines(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert b"".join(path.read_bytes() for path in tmp_path.iterdir()) == line * 2
 
 
-def test_a_full_queue_drops_and_counts(tmp_path: Path) -> None:
+def test_full_queue_drops_and_counts_records(tmp_path: Path) -> None:
     made = TextRecorder(RecordFiles(tmp_path, 10_000), size=2)
     for _ in range(5):
         made.offer(support.request([1, 2, 3]), [4, 5])
@@ -142,7 +142,7 @@ def test_a_full_queue_drops_and_counts(tmp_path: Path) -> None:
     assert made.kept == 2
 
 
-def test_texts_of_adapters_are_kept_apart(tmp_path: Path) -> None:
+def test_records_of_adapters_are_separate(tmp_path: Path) -> None:
     made, request = TextRecorder(RecordFiles(tmp_path, 10_000)), support.request([1, 2, 3])
     for each in (request, replace(request, adapter=Adapter("sql", 0, "digest", "./sql"))):
         made.offer(each, [4, 5] if each.adapter else [6])
@@ -160,7 +160,7 @@ def test_texts_of_adapters_are_kept_apart(tmp_path: Path) -> None:
         read_records(tmp_path, support.VOCAB)
 
 
-def test_the_oldest_go_first(tmp_path: Path) -> None:
+def test_size_limit_deletes_the_oldest_records(tmp_path: Path) -> None:
     size = len(RECORD.line())
     files = RecordFiles(tmp_path, 32 * size)
     for number in range(200):
@@ -169,14 +169,14 @@ def test_the_oldest_go_first(tmp_path: Path) -> None:
     records = read_records(tmp_path, support.VOCAB).records
     assert 28 <= len(records) <= 32
     assert records[-1].temperature == 0.9
-    other = RecordFiles(tmp_path, 32 * size)  # a second server, or a new start
+    other = RecordFiles(tmp_path, 32 * size)  # a second server, or a restart
     for _ in range(40):
         other.append(RECORD.line())
         files.append(RECORD.line())
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 32 * size
 
 
-def test_lines_that_are_no_records_are_left_out(tmp_path: Path) -> None:
+def test_invalid_lines_are_skipped_and_counted(tmp_path: Path) -> None:
     bad = [b"{", b"[]", b'{"prompt_ids": [1]}', b'{"prompt_ids": [1], "response_ids": [-1]}', b"\xff\xfe",
            b'{"prompt_ids": [true], "response_ids": [1]}', b'{"prompt_ids": [1], "response_ids": [131]}',
            b'{"prompt_ids": [1], "response_ids": [1], "temperature": "hot"}']  # fmt: skip
@@ -186,7 +186,7 @@ def test_lines_that_are_no_records_are_left_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "num_layers", "fingerprint"])
-def test_another_model_is_refused_by_the_number_that_differs(tmp_path: Path, field: str) -> None:
+def test_folder_of_another_model_is_refused_with_the_differing_field(tmp_path: Path, field: str) -> None:
     claim_folder(tmp_path / "a", MODEL)
     claim_folder(tmp_path / "a", RecordedModel(**vars(MODEL) | {"name": "the same elsewhere"}))
     other = RecordedModel(**vars(MODEL) | {field: "x" if field == "fingerprint" else 7})
@@ -194,41 +194,41 @@ def test_another_model_is_refused_by_the_number_that_differs(tmp_path: Path, fie
         claim_folder(tmp_path / "a", other)
 
 
-def damaged(folder: Path, text: str) -> None:
+def folder_with_manifest(folder: Path, text: str) -> None:
     folder.mkdir()
     write_atomic(folder / MANIFEST, text)
 
 
-def other_files(folder: Path) -> None:
+def folder_with_other_files(folder: Path) -> None:
     folder.mkdir()
     (folder / "letters.txt").touch()
 
 
 FOLDERS: dict[str, tuple[Any, str]] = {
-    "damaged": (lambda folder: damaged(folder, "{"), "is damaged"),
-    "list": (lambda folder: damaged(folder, "[]"), "is damaged"),
-    "version": (lambda folder: damaged(folder, '{"headstart_records": 9}'), "version 9"),
-    "others": (other_files, "holds other files"),
+    "damaged": (lambda folder: folder_with_manifest(folder, "{"), "is damaged"),
+    "list": (lambda folder: folder_with_manifest(folder, "[]"), "is damaged"),
+    "version": (lambda folder: folder_with_manifest(folder, '{"headstart_records": 9}'), "version 9"),
+    "others": (folder_with_other_files, "holds other files"),
     "file": (lambda folder: folder.touch(), "is a file"),
 }
 
 
 @pytest.mark.parametrize("name", FOLDERS)
-def test_folders_that_cannot_be_used(tmp_path: Path, name: str) -> None:
+def test_unusable_folders_are_refused(tmp_path: Path, name: str) -> None:
     make, message = FOLDERS[name]
     make(tmp_path / "a")
     with pytest.raises(HeadstartError, match=message):
         claim_folder(tmp_path / "a", MODEL)
 
 
-def test_where_nothing_can_be_written() -> None:
+def test_unwritable_folder_is_refused() -> None:
     with pytest.raises(CapacityError, match="cannot write /proc/records"):
         prepare_folder(Path("/proc/records"))
     assert main(["serve", "--record", "/proc/records", "--port", "0"]) == 2
 
 
-def test_texts_that_are_not_the_models_are_not_kept(tmp_path: Path) -> None:
+def test_synthetic_acceptance_is_refused(tmp_path: Path) -> None:
     llm = LLM(support.headed_model("llama"), EngineConfig(**{**support.SMALL, "dtype": "float64", "depth": 2,
                                                              "synthetic_acceptance": "0.5,0.5"}))  # fmt: skip
-    with pytest.raises(UsageError, match="synthetic-acceptance"), inside(llm, record=tmp_path / "kept"):
+    with pytest.raises(UsageError, match="synthetic-acceptance"), serve_llm(llm, record=tmp_path / "kept"):
         pass

@@ -1,4 +1,4 @@
-"""The relay in front of engines that a test plays: what it keeps, leaves out, waits for, and tells."""
+"""The relay in front of fake engines: resuming, waiting, giving up, errors and metrics."""
 
 import asyncio
 import json
@@ -20,28 +20,28 @@ WHOLE = json.dumps([200, [["content-type", "application/json"]]]).encode()
 
 
 @pytest.fixture(autouse=True)
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_retry_delay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay, "RETRY_S", 0.0)
 
 
 @dataclass(eq=False)
-class Played:
-    """An engine: `plays` gets each request, and a function that sends."""
+class FakeEngine:
+    """A fake engine: `respond` gets each request and a function that sends bytes."""
 
     number: int
-    plays: Callable[["Asked", Send], Awaitable[None]]
+    respond: Callable[["Asked", Send], Awaitable[None]]
     fingerprint: str = "same"
     is_silent: bool = False
     is_ready: bool = True
     port: int = 0
-    asked: list["Asked"] = field(default_factory=list)
+    requests: list["Asked"] = field(default_factory=list)
 
     async def connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode().splitlines()
         headers = dict(line.split(": ", 1) for line in head[1:] if line)
         body = await reader.readexactly(int(headers["content-length"]))
         size = int(headers[frames.RECORD_SIZE])
-        self.asked.append(Asked(head[0], headers, body[:size], body[size:]))
+        self.requests.append(Asked(head[0], headers, body[:size], body[size:]))
 
         async def send(data: bytes) -> None:
             writer.write(data)
@@ -49,7 +49,7 @@ class Played:
 
         await send(b"HTTP/1.1 200 OK\r\n\r\n")
         try:
-            await self.plays(self.asked[-1], send)
+            await self.respond(self.requests[-1], send)
         except ConnectionError:
             pass
         finally:
@@ -58,7 +58,7 @@ class Played:
 
 @dataclass
 class Asked:
-    """A request as an engine got it."""
+    """A request received by an engine."""
 
     line: str
     headers: dict[str, str]
@@ -67,7 +67,7 @@ class Asked:
 
 
 @asynccontextmanager
-async def relaying(*engines: Played) -> AsyncIterator[Relay]:
+async def relaying(*engines: FakeEngine) -> AsyncIterator[Relay]:
     servers = [await asyncio.start_server(each.connected, "127.0.0.1", 0) for each in engines]
     for each, server in zip(engines, servers, strict=True):
         each.port = server.sockets[0].getsockname()[1]
@@ -78,9 +78,9 @@ async def relaying(*engines: Played) -> AsyncIterator[Relay]:
 
 @dataclass
 class Client:
-    """A client's request: `told` has what was sent to it."""
+    """A client's request; `received` has the messages sent to it."""
 
-    told: list[dict[str, Any]] = field(default_factory=list)
+    received: list[dict[str, Any]] = field(default_factory=list)
     came: asyncio.Event = field(default_factory=asyncio.Event)
     gone: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -99,43 +99,43 @@ class Client:
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
-            self.told.append(message)
+            self.received.append(message)
             self.came.set()
 
         await app(scope, receive, send)
 
     @property
     def status(self) -> int:
-        found: int = self.told[0]["status"]
+        found: int = self.received[0]["status"]
         return found
 
     @property
     def body(self) -> bytes:
-        assert [each["type"] for each in self.told].count("http.response.start") == 1
-        assert not self.told[-1].get("more_body")
-        return b"".join(each["body"] for each in self.told[1:])
+        assert [each["type"] for each in self.received].count("http.response.start") == 1
+        assert not self.received[-1].get("more_body")
+        return b"".join(each["body"] for each in self.received[1:])
 
 
 async def dies_early(_: Asked, send: Send) -> None:
     await send(frame(HEAD, STREAM) + frame(RECORD, b"1\n") + frame(BODY, b"a") + frame(RECORD, b"2\n") + b"\1\0")
 
 
-async def goes_on(_: Asked, send: Send) -> None:
+async def completes(_: Asked, send: Send) -> None:
     await send(frame(HEAD, STREAM) + frame(BODY, b"a") + frame(BODY, b"b") + frame(BODY, b"c") + frame(END))
 
 
 async def dies(_: Asked, send: Send) -> None:
-    """Before it says anything."""
+    """Ends before any output."""
 
 
-def test_the_next_engine_gets_the_record_and_the_client_the_rest() -> None:
+def test_next_engine_resumes_from_the_record() -> None:
     async def main() -> None:
-        first, second = Played(0, dies_early), Played(1, goes_on)
+        first, second = FakeEngine(0, dies_early), FakeEngine(1, completes)
         async with relaying(first, second) as app:
             client = Client()
             await client.ask(app)
             assert (client.status, client.body) == (200, b"abc")
-            (before,), (after,) = first.asked, second.asked
+            (before,), (after,) = first.requests, second.requests
             assert (before.record, before.headers[frames.RESUMED]) == (b"", "0")
             assert (after.record, after.body, after.headers[frames.RESUMED]) == (b"1\n2\n", b"{}", "1")
             assert before.headers[frames.TOKEN] == after.headers[frames.TOKEN] == "token"
@@ -146,8 +146,8 @@ def test_the_next_engine_gets_the_record_and_the_client_the_rest() -> None:
     asyncio.run(main())
 
 
-def test_an_engine_that_is_given_up_writes_nothing_more() -> None:
-    """A zombie must not write into the stream, whenever it wakes up."""
+def test_abandoned_engine_cannot_write_into_the_stream() -> None:
+    """Output of an abandoned engine that wakes up later is discarded."""
     woken, ended = asyncio.Event(), asyncio.Event()
 
     async def sleeps(_: Asked, send: Send) -> None:
@@ -160,11 +160,11 @@ def test_an_engine_that_is_given_up_writes_nothing_more() -> None:
             ended.set()
 
     async def main() -> None:
-        first, second = Played(0, sleeps), Played(1, goes_on)
+        first, second = FakeEngine(0, sleeps), FakeEngine(1, completes)
         async with relaying(first, second) as app:
             client = Client()
             asking = asyncio.create_task(client.ask(app))
-            while len(client.told) < 2:
+            while len(client.received) < 2:
                 client.came.clear()
                 await client.came.wait()
             app.give_up(first, "silent")
@@ -177,7 +177,7 @@ def test_an_engine_that_is_given_up_writes_nothing_more() -> None:
     asyncio.run(main())
 
 
-def test_nothing_is_given_up_without_another_engine() -> None:
+def test_engine_is_kept_without_a_replacement() -> None:
     woken = asyncio.Event()
 
     async def slow(_: Asked, send: Send) -> None:
@@ -186,7 +186,7 @@ def test_nothing_is_given_up_without_another_engine() -> None:
         await send(frame(BODY, b"b") + frame(END))
 
     async def main() -> None:
-        only, other = Played(0, slow), Played(1, goes_on, fingerprint="another")
+        only, other = FakeEngine(0, slow), FakeEngine(1, completes, fingerprint="another")
         async with relaying(only, other) as app:
             client = Client()
             asking = asyncio.create_task(client.ask(app))
@@ -199,14 +199,14 @@ def test_nothing_is_given_up_without_another_engine() -> None:
     asyncio.run(main())
 
 
-def test_a_request_waits_for_an_engine() -> None:
+def test_requests_wait_for_an_engine() -> None:
     async def main() -> None:
-        down = Played(0, goes_on, is_ready=False, fingerprint="")
+        down = FakeEngine(0, completes, is_ready=False, fingerprint="")
         async with relaying(down) as app:
-            client, at_once = Client(), Client()
+            client, impatient = Client(), Client()
             asking = asyncio.create_task(client.ask(app))
-            await at_once.ask(app, "GET", "/health")
-            assert at_once.status == 503
+            await impatient.ask(app, "GET", "/health")
+            assert impatient.status == 503
             down.is_ready, down.fingerprint = True, "same"
             app.engines_changed()
             await asking
@@ -214,23 +214,23 @@ def test_a_request_waits_for_an_engine() -> None:
             await Client().ask(app, "GET", "/health")
             down.is_ready, later = False, Client()
             await later.ask(app, "GET", "/health")
-            assert later.status == 200  # the router goes on sending: requests wait
+            assert later.status == 200  # healthy for the router: requests wait
 
     asyncio.run(main())
 
 
-def test_it_waits_so_long_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_an_engine_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay, "WAIT_S", 0.05)
 
     async def main() -> None:
-        begins = Played(0, dies_early)
-        down = Played(1, goes_on, is_ready=False)
+        begins = FakeEngine(0, dies_early)
+        down = FakeEngine(1, completes, is_ready=False)
 
         async def once(asked: Asked, send: Send) -> None:
             begins.is_ready = False
             await dies_early(asked, send)
 
-        begins.plays = once
+        begins.respond = once
         async with relaying(begins, down) as app:
             client = Client()
             await client.ask(app)
@@ -240,25 +240,25 @@ def test_it_waits_so_long_only(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(main())
 
 
-def test_another_version_does_not_go_on() -> None:
+def test_engine_of_another_version_does_not_resume() -> None:
     async def main() -> None:
-        first, second = Played(0, dies_early), Played(1, goes_on, fingerprint="another")
+        first, second = FakeEngine(0, dies_early), FakeEngine(1, completes, fingerprint="another")
 
         async def once(asked: Asked, send: Send) -> None:
             await dies_early(asked, send)
             first.is_ready, first.fingerprint = False, "newer"
 
-        first.plays = once
+        first.respond = once
         async with relaying(first, second) as app:
             client = Client()
             await client.ask(app)
             assert b"the others serve another version" in client.body
-            assert not second.asked
+            assert not second.requests
 
     asyncio.run(main())
 
 
-def test_a_full_engine_is_asked_again_and_a_smaller_one_is_told_of() -> None:
+def test_full_engine_is_retried_and_its_refusal_is_passed_on() -> None:
     answers = [(503, "full"), (400, "the context holds 20")]
 
     async def refuses(_: Asked, send: Send) -> None:
@@ -267,50 +267,50 @@ def test_a_full_engine_is_asked_again_and_a_smaller_one_is_told_of() -> None:
         await send(frame(HEAD, json.dumps([status, []]).encode()) + frame(BODY, document) + frame(END))
 
     async def main() -> None:
-        first, second = Played(0, dies_early), Played(1, refuses)
+        first, second = FakeEngine(0, dies_early), FakeEngine(1, refuses)
 
         async def once(asked: Asked, send: Send) -> None:
             first.is_ready = False
             await dies_early(asked, send)
 
-        first.plays = once
+        first.respond = once
         async with relaying(first, second) as app:
             client = Client()
             await client.ask(app)
-            assert len(second.asked) == 2
+            assert len(second.requests) == 2
             assert b"the text broke off: the context holds 20" in client.body
 
     asyncio.run(main())
 
 
-def test_an_error_before_any_text_is_passed_on() -> None:
+def test_errors_before_output_are_passed_on() -> None:
     async def refuses(_: Asked, send: Send) -> None:
         await send(frame(HEAD, json.dumps([429, [["retry-after", "3"]]]).encode()) + frame(BODY, b"{}") + frame(END))
 
     async def main() -> None:
-        async with relaying(Played(0, refuses)) as app:
+        async with relaying(FakeEngine(0, refuses)) as app:
             client = Client()
             await client.ask(app)
-            assert (client.status, client.told[0]["headers"]) == (429, [(b"retry-after", b"3")])
+            assert (client.status, client.received[0]["headers"]) == (429, [(b"retry-after", b"3")])
 
     asyncio.run(main())
 
 
-def test_a_request_that_ends_engines_does_not_end_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_that_crashes_engines_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay, "MAX_LOSING_S", 0.0)
 
     async def main() -> None:
-        engines = Played(0, dies), Played(1, dies)
+        engines = FakeEngine(0, dies), FakeEngine(1, dies)
         async with relaying(*engines) as app:
             client = Client()
             await client.ask(app)
-            assert (client.status, len(engines[0].asked) + len(engines[1].asked)) == (500, relay.MAX_LOSSES + 1)
+            assert (client.status, len(engines[0].requests) + len(engines[1].requests)) == (500, relay.MAX_LOSSES + 1)
             assert b"engines have ended while they worked on this request" in client.body
 
     asyncio.run(main())
 
 
-def test_a_client_that_hangs_up_leaves_the_engine() -> None:
+def test_disconnect_closes_the_connection_to_the_engine() -> None:
     async def main() -> None:
         begun, left = asyncio.Event(), asyncio.Event()
 
@@ -323,19 +323,19 @@ def test_a_client_that_hangs_up_leaves_the_engine() -> None:
             finally:
                 left.set()
 
-        async with relaying(Played(0, endless)) as app:
+        async with relaying(FakeEngine(0, endless)) as app:
             client = Client()
             asking = asyncio.create_task(client.ask(app))
             await begun.wait()
             client.gone.set()
             await asking
             await left.wait()
-            assert client.told == []
+            assert client.received == []
 
     asyncio.run(main())
 
 
-def test_metrics_are_for_replicas() -> None:
+def test_relay_serves_metrics_to_replicas() -> None:
     async def main() -> None:
         async with relaying() as app:
             sent: list[Any] = []
@@ -357,6 +357,6 @@ def test_metrics_are_for_replicas() -> None:
     ("/v1/completions", "text/event-stream", b'data: {"error": {"message": "no"'),
     ("/v1/completions", "application/json", b""),
 ])  # fmt: skip
-def test_a_stream_ends_with_an_error_of_its_api(path: str, media_type: str, event: bytes) -> None:
+def test_error_events_have_the_apis_format(path: str, media_type: str, event: bytes) -> None:
     found = error_event(path, media_type, "no", 500)
     assert found.startswith(event) and bool(found) == bool(event)

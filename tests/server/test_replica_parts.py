@@ -1,4 +1,4 @@
-"""What replicas are made of, without processes."""
+"""Parts of replicas without processes: CPU shares, commands, router, metrics, shared budgets."""
 
 import asyncio
 import sys
@@ -19,14 +19,18 @@ from headstart.system import describe_exit
 TWO_NODES = (Node(0, ((0, 1, 2, 3),)), Node(1, ((4, 5, 6, 7),)))
 
 
-def known(number: int, url: str = "http://127.0.0.1:1") -> ReplicaInfo:
+def make_info(number: int, url: str = "http://127.0.0.1:1") -> ReplicaInfo:
     return ReplicaInfo(number=number, url=url, pid=1, state="ready", starts=2, since=0.0, cpus=(number,))
 
 
 @pytest.fixture
 def member(tmp_path: Path) -> ReplicaId:
     ReplicaGroup(
-        cache_bytes=5, router="http://127.0.0.1:1", relay="http://127.0.0.1:1", token="t", replicas=(known(0), known(1))
+        cache_bytes=5,
+        router="http://127.0.0.1:1",
+        relay="http://127.0.0.1:1",
+        token="t",
+        replicas=(make_info(0), make_info(1)),
     ).write(tmp_path)
     return ReplicaId(tmp_path, 1)
 
@@ -35,13 +39,13 @@ def member(tmp_path: Path) -> ReplicaId:
     ("1", None, [(0, 1, 2, 3, 4, 5, 6, 7)]), ("2", None, [(0, 1, 2, 3), (4, 5, 6, 7)]),
     ("3", None, [(0, 1), (2, 3, 4), (5, 6, 7)]), ("numa", None, [(0, 1, 2, 3), (4, 5, 6, 7)]), ("2", 4.0, [(), ()]),
 ])  # fmt: skip
-def test_cores_are_dealt_out(tmp_path: Path, wanted: str, quota: float | None, parts: list[tuple[int, ...]]) -> None:
+def test_cores_are_divided(tmp_path: Path, wanted: str, quota: float | None, parts: list[tuple[int, ...]]) -> None:
     shares = divide_cpus(wanted, None, TWO_NODES, quota, tmp_path)
     assert [share.cpus for share in shares] == parts
     assert sum(share.threads for share in shares) == (quota or 8)
 
 
-def test_what_shares_a_core_stays_together(tmp_path: Path) -> None:
+def test_hyperthreads_of_a_core_stay_together(tmp_path: Path) -> None:
     for cpu in range(4):
         folder = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/topology"
         folder.mkdir(parents=True)
@@ -51,12 +55,12 @@ def test_what_shares_a_core_stays_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("wanted", "threads"), [("0", None), ("9", None), ("two", None), ("-1", None), ("2", 5)])
-def test_more_than_there_is_is_refused(tmp_path: Path, wanted: str, threads: int | None) -> None:
+def test_invalid_numbers_of_replicas_are_refused(tmp_path: Path, wanted: str, threads: int | None) -> None:
     with pytest.raises(UsageError, match="--replicas"):
         divide_cpus(wanted, threads, TWO_NODES, None, tmp_path)
 
 
-def test_a_replica_gets_the_same_line_and_its_own_address(member: ReplicaId) -> None:
+def test_replica_command_keeps_the_arguments_and_adds_a_port(member: ReplicaId) -> None:
     line = command(["serve", "a-model", "--port", "8000", "--", "x"], member, 9000, 2)
     assert line[:5] == [sys.executable, "-m", "headstart", "serve", "a-model"]
     assert line[-2:] == ["--", "x"]
@@ -64,7 +68,7 @@ def test_a_replica_gets_the_same_line_and_its_own_address(member: ReplicaId) -> 
     assert ReplicaId.of(line[line.index("--replica") + 1]) == member
 
 
-def test_the_router_gets_flags_that_it_has() -> None:
+def test_router_command_has_valid_flags() -> None:
     made = RouterProcess("0.0.0.0", 8000, 9000)
     assert made.url == "http://127.0.0.1:8000"
     words = made.command(["http://127.0.0.1:1", "http://127.0.0.1:2"])
@@ -74,7 +78,7 @@ def test_the_router_gets_flags_that_it_has() -> None:
     assert (args.policy, args.port, args.disable_circuit_breaker) == ("cache_aware", 8000, True)
 
 
-def test_replicas_that_do_not_answer_count_as_down(member: ReplicaId) -> None:
+def test_unreachable_replicas_count_as_down(member: ReplicaId) -> None:
     own = 'vllm:num_requests_running{model_name="m"} 3.0\nvllm:num_requests_waiting{model_name="m"} 0.0\n'
     found = asyncio.run(metrics.collect(member, own))
     values = {(each.name, each.labels["engine"]): each.value for metric in found for each in metric.samples}
@@ -85,7 +89,7 @@ def test_replicas_that_do_not_answer_count_as_down(member: ReplicaId) -> None:
     assert [each["running"] for each in listed] == [None, 3.0]
 
 
-def test_replicas_draw_on_one_budget(tmp_path: Path) -> None:
+def test_replicas_share_the_budgets_of_keys(tmp_path: Path) -> None:
     keys = tmp_path / "keys.toml"
     keys.write_text("[a]\nkey = 'a'\ntokens_per_day = 1000\n[b]\nkey = 'b'\nrequests_per_minute = 2\n")
     one, two = (Accounts.of((), keys) for _ in range(2))
@@ -104,34 +108,34 @@ def test_replicas_draw_on_one_budget(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x", "nowhere:1", "/tmp:one"])
-def test_replica_is_not_for_users(text: str) -> None:
+def test_internal_replica_option_is_validated(text: str) -> None:
     with pytest.raises(UsageError, match="--replica"):
         ReplicaId.of(text)
 
 
 @pytest.mark.parametrize("url", ["router:8000", "ftp://router", "http://", "http://x:notaport"])
-def test_join_wants_an_address(url: str) -> None:
+def test_join_requires_a_url(url: str) -> None:
     with pytest.raises(UsageError, match="--join"):
         router.check_address(url, "127.0.0.1")
 
 
-def test_join_tells_when_the_router_could_not_reach_this_server() -> None:
+def test_join_refuses_a_local_address_with_a_remote_router() -> None:
     with pytest.raises(UsageError, match="cannot reach"):
         router.check_address("http://192.0.2.1:8000", "127.0.0.1")
     assert router.own_url("http://127.0.0.1:8000", "127.0.0.1", 9000, tls=False) == "http://127.0.0.1:9000"
     assert router.own_url("http://127.0.0.1:8000", "0.0.0.0", 9000, tls=True) == "https://127.0.0.1:9000"
 
 
-def test_nobody_answers_at_a_router_that_is_gone() -> None:
+def test_unreachable_router_is_no_exception() -> None:
     assert asyncio.run(router.registered("http://127.0.0.1:1")) is None
     assert asyncio.run(router.register("http://127.0.0.1:1", "http://127.0.0.1:2")) is False
 
 
-def test_exit_codes_are_told() -> None:
+def test_exit_descriptions() -> None:
     assert [describe_exit(code) for code in (2, -9, -63)] == ["with code 2", "by SIGKILL", "by signal 63"]
 
 
-def test_without_a_router_it_is_said_how_to_get_one(
+def test_missing_router_package_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(router, "MODULE", "no_such_router")

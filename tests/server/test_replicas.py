@@ -1,4 +1,4 @@
-"""Replicas as a user has them: processes, vllm-router in front of them, signals."""
+"""Replica processes behind vllm-router: equal texts, restarts, lost processes, joining."""
 
 import importlib.util
 import json
@@ -38,7 +38,7 @@ def replicas() -> Iterator[Server]:
 
 @contextmanager
 def direct(server: Server, number: int) -> Iterator[Server]:
-    """One engine, without the router, which passes API keys to completions only."""
+    """One engine without the router. The router passes API keys to completions only."""
     url = listed(server)[number]["url"]
     with httpx.Client(base_url=url, headers=server.client.headers, timeout=PATIENCE) as client:
         yield Server(server.process, server.log, url, client)
@@ -49,13 +49,13 @@ def listed(server: Server) -> list[dict[str, Any]]:
     return found
 
 
-def wait_for(server: Server, right: Callable[[list[dict[str, Any]]], bool]) -> None:
-    def is_right() -> bool:
+def wait_for(server: Server, condition: Callable[[list[dict[str, Any]]], bool]) -> None:
+    def holds() -> bool:
         with suppress(httpx.TransportError):
-            return right(listed(server))
+            return condition(listed(server))
         return False
 
-    until(is_right, lambda: server.log.read_text("utf-8"))
+    until(holds, lambda: server.log.read_text("utf-8"))
 
 
 def ask(server: Server, seed: int, **more: Any) -> str:
@@ -66,7 +66,7 @@ def ask(server: Server, seed: int, **more: Any) -> str:
     return text
 
 
-def test_both_answer_with_the_same_text_and_tell_for_each_other(replicas: Server) -> None:
+def test_replicas_give_equal_texts_and_report_metrics_of_all(replicas: Server) -> None:
     texts = {}
     for number in (0, 1):
         with direct(replicas, number) as engine:
@@ -80,7 +80,7 @@ def test_both_answer_with_the_same_text_and_tell_for_each_other(replicas: Server
         until(lambda: [line for line in wanted if line not in engine.client.get("/metrics").text] == [])
 
 
-def test_the_router_asks_for_token_ids_and_finds_prefixes(replicas: Server) -> None:
+def test_router_sends_prefixes_to_the_same_replica(replicas: Server) -> None:
     for turns in range(1, 5):
         ask_with = [{"role": "user", "content": "An apple. " * 60 * turns}]
         assert replicas.post(CHAT, messages=ask_with, max_tokens=1).status_code == 200
@@ -88,12 +88,12 @@ def test_the_router_asks_for_token_ids_and_finds_prefixes(replicas: Server) -> N
         assert 'outcome="prefix_hit"' in engine.client.get("/metrics").text
 
 
-def test_pages_of_other_origins_may_not_call(replicas: Server) -> None:
+def test_other_origins_are_not_allowed(replicas: Server) -> None:
     answer = replicas.client.get("/v1/models", headers={"origin": "http://elsewhere.example"})
     assert answer.headers.get("access-control-allow-origin") not in ("*", "http://elsewhere.example")
 
 
-def test_keys_are_checked(replicas: Server) -> None:
+def test_api_keys_are_checked(replicas: Server) -> None:
     answer = replicas.client.post(CHAT, json={"messages": []}, headers={"authorization": "Bearer wrong"})
     assert answer.status_code == 401
     with direct(replicas, 0) as engine:
@@ -104,7 +104,7 @@ Texts = dict[int, str]
 
 
 def streamed(server: Server, tokens: int, watch: Callable[[int, Texts], bool]) -> Texts:
-    """The texts of a stream, up to the end, or until `watch`, which gets the number of events, is true."""
+    """Texts of a stream up to its end, or until `watch(number of events, texts)` is true."""
     body = {"messages": [{"role": "user", "content": "Tell a story."}], "seed": 5, "max_tokens": tokens}
     texts, num_events, is_done = {0: "", 1: ""}, 0, False
     with server.client.stream("POST", CHAT, json=body | {"ignore_eos": True, "stream": True, "n": 2}) as answer:
@@ -131,7 +131,7 @@ def expected(replicas: Server) -> Texts:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_stream_outlives_its_engine(replicas: Server, expected: Texts, number: signal.Signals) -> None:
+def test_stream_survives_a_lost_engine(replicas: Server, expected: Texts, number: signal.Signals) -> None:
     wait_for(replicas, lambda found: all(each["state"] == "ready" for each in found))
     victims: list[int] = []
 
@@ -148,8 +148,8 @@ def test_a_stream_outlives_its_engine(replicas: Server, expected: Texts, number:
     assert resumed(replicas, "ended" if number == signal.SIGKILL else "silent") >= 1
 
 
-def test_a_stream_outlives_a_rolling_restart(replicas: Server) -> None:
-    """It is read until it goes on at another engine, and some pieces more."""
+def test_stream_survives_a_rolling_restart(replicas: Server) -> None:
+    """The stream is read until another engine has resumed it, and 40 events more."""
     before, more = resumed(replicas, "renewed"), 0
 
     def disturb(num_events: int, texts: Texts) -> bool:
@@ -166,7 +166,7 @@ def test_a_stream_outlives_a_rolling_restart(replicas: Server) -> None:
     assert {each: text[: len(texts[each])] for each, text in longer.items()} == texts
 
 
-def test_a_rolling_restart_loses_no_request(replicas: Server) -> None:
+def test_rolling_restart_loses_no_request(replicas: Server) -> None:
     before = {each["pid"] for each in listed(replicas)}
     with ThreadPoolExecutor(4) as pool:
         replicas.process.send_signal(signal.SIGHUP)
@@ -177,7 +177,7 @@ def test_a_rolling_restart_loses_no_request(replicas: Server) -> None:
     wait_for(replicas, lambda found: all(each["state"] == "ready" for each in found))
 
 
-def test_who_dies_is_started_again_and_the_others_answer(replicas: Server) -> None:
+def test_killed_replica_is_restarted_while_others_answer(replicas: Server) -> None:
     victim, expected = listed(replicas)[0], [ask(replicas, seed) for seed in range(5)]
     os.kill(victim["pid"], signal.SIGKILL)
     assert [ask(replicas, seed) for seed in range(5)] == expected
@@ -185,13 +185,13 @@ def test_who_dies_is_started_again_and_the_others_answer(replicas: Server) -> No
 
 
 def children(server: Server) -> set[int]:
-    """Engines and router."""
+    """Process ids of engines and router."""
     pid = server.process.pid
     return {int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
-def test_the_router_dies_and_is_started_again(replicas: Server) -> None:
+def test_killed_router_is_restarted(replicas: Server) -> None:
     expected = ask(replicas, 1)
     (router,) = children(replicas) - {each["pid"] for each in listed(replicas)}
     os.kill(router, signal.SIGKILL)
@@ -201,7 +201,7 @@ def test_the_router_dies_and_is_started_again(replicas: Server) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody tells them")
-def test_the_supervisor_is_killed_and_all_end() -> None:
+def test_children_end_with_a_killed_supervisor() -> None:
     with running("--replicas", "1", "--threads", "1", "--kv-blocks", "512") as server:
         left, port = children(server), int(server.url.rpartition(":")[2])
         assert len(left) == 2
@@ -212,7 +212,7 @@ def test_the_supervisor_is_killed_and_all_end() -> None:
             pass
 
 
-def test_a_server_joins_and_leaves(replicas: Server) -> None:
+def test_server_joins_and_leaves_the_router(replicas: Server) -> None:
     with running("--join", replicas.url, "--threads", "1", "--kv-blocks", "1024", "--api-key", "secret") as joining:
         known = lambda: joining.url in replicas.client.get("/list_workers").json()["urls"]  # noqa: E731
         until(known, lambda: joining.log.read_text("utf-8"))
@@ -220,8 +220,8 @@ def test_a_server_joins_and_leaves(replicas: Server) -> None:
     assert joining.url not in replicas.client.get("/list_workers").json()["urls"]
 
 
-def test_what_runs_ends_before_the_server(replicas: Server) -> None:
-    """The last one: it ends the server."""
+def test_shutdown_waits_for_running_requests(replicas: Server) -> None:
+    """Last test with these replicas: it stops the server."""
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(ask, replicas, 1, max_tokens=200, ignore_eos=True)
         wait_for(replicas, lambda found: any(each["running"] for each in found))

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow  # a server process
 
 
 class Person(BaseModel):
-    """What the text must be."""
+    """Schema of the structured output."""
 
     age: int = Field(ge=1, le=99)
 
@@ -24,14 +24,14 @@ def client(openai_client: OpenAI) -> OpenAI:
 
 
 TOOL = {"type": "function", **WEATHER, "strict": True}
-SAMPLED = {"seed": 1, "temperature": 1, "top_p": 1}  # else the model's own recommendation holds
+SAMPLED = {"seed": 1, "temperature": 1, "top_p": 1}  # not the model's recommended values
 
 
 def options(**given: Any) -> dict[str, Any]:
     return {"model": MODEL, "input": "Name three colours.", "max_output_tokens": 30, "extra_body": SAMPLED} | given
 
 
-def test_a_stream_says_what_the_whole_response_says(client: OpenAI, server: Server) -> None:
+def test_streamed_and_whole_responses_are_equal(client: OpenAI, server: Server) -> None:
     whole = client.responses.create(**options(instructions="Be brief."))
     items = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Name three colours."}]
     events = list(client.responses.create(**options(input=items), stream=True))
@@ -50,11 +50,11 @@ def test_a_stream_says_what_the_whole_response_says(client: OpenAI, server: Serv
     assert whole.usage.output_tokens == last.response.usage.output_tokens == 30
     chat = [{"role": "system", "content": "Be brief."}, items[1]]
     said = server.post("/v1/chat/completions", messages=chat, max_tokens=30, **SAMPLED).json()
-    assert said["choices"][0]["message"]["content"] == text  # one path for all
+    assert said["choices"][0]["message"]["content"] == text  # the chat completions API has the same text
     Response.model_validate(whole.model_dump(exclude_none=True), strict=True)
 
 
-def test_tools_and_their_outputs(client: OpenAI) -> None:
+def test_function_calls_and_their_outputs(client: OpenAI) -> None:
     asked = options(input="The weather in Paris?", tools=[TOOL], max_output_tokens=80)
     asked |= {"tool_choice": "required", "parallel_tool_calls": False}
     (call,) = client.responses.create(**asked).output

@@ -1,5 +1,5 @@
-"""A response that one engine has begun goes on at another one, wherever it was cut: the pieces that the client has come
-again byte for byte, and the whole is that of one engine. Catches state that is not restored from the record."""
+"""Responses resumed by another engine at any record: repeated pieces are equal byte for byte, and the whole response
+equals that of one engine."""
 
 import json
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from image_files import data_url, png
-from inside import Inside, inside
+from inside import LlmServer, serve_llm
 from process import CITY, QUESTION, WEATHER
 
 from headstart.api import LLM
@@ -57,18 +57,18 @@ VARYING = {
 
 
 @pytest.fixture(scope="module")
-def engines(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Inside, Inside]]:
-    """Two of one model that draft differently."""
+def engines(llm: LLM, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LlmServer, LlmServer]]:
+    """Two engines of one model, with and without drafting."""
     other = LLM(llm.model, EngineConfig(threads=1, max_num_seqs=3, kv_blocks=256, max_model_len=2048, depth=0))
     replica = ReplicaId(tmp_path_factory.mktemp("replicas"), 0, "token")
     settings = {"replica": replica, "served_model_name": ["m"]}
-    with inside(llm, **settings) as one, inside(other, **settings) as two:
+    with serve_llm(llm, **settings) as one, serve_llm(other, **settings) as two:
         yield one, two
     other.close()
 
 
-def ask(server: Inside, path: str, body: dict[str, Any], record: bytes = b"") -> list[tuple[int, bytes]]:
-    """All frames of a response."""
+def ask(server: LlmServer, path: str, body: dict[str, Any], record: bytes = b"") -> list[tuple[int, bytes]]:
+    """Frames of a response."""
     headers = {frames.TOKEN: "token", frames.ORIGIN: ORIGIN, frames.RECORD_SIZE: str(len(record))}
     headers |= {frames.RESUMED: str(int(bool(record))), "content-type": "application/json"}
     data = server.client.post(path, content=record + json.dumps(body).encode(), headers=headers).content
@@ -91,8 +91,8 @@ def without_varying(value: Any) -> Any:
     return [without_varying(each) for each in value] if isinstance(value, list) else value
 
 
-def told(body: list[bytes]) -> Any:
-    """What a response says, however it is cut into events: lists and texts of one place are joined."""
+def merged(body: list[bytes]) -> Any:
+    """Content of a response independent of its events: lists and texts of one place are joined."""
     found: dict[str, Any] = {}
     for line in b"".join(body).decode().splitlines():
         text = line.removeprefix("data: ")
@@ -119,8 +119,8 @@ def collect(value: Any, into: dict[str, Any], place: str) -> None:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("name", CASES)
-def test_it_goes_on_wherever_it_was_cut(
-    engines: tuple[Inside, Inside], name: str, stream: bool, monkeypatch: pytest.MonkeyPatch
+def test_response_resumes_at_any_record(
+    engines: tuple[LlmServer, LlmServer], name: str, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(journal, "MAX_UNWRITTEN", 0)  # also within a document
     (first, second), (path, body) = engines, CASES[name]
@@ -129,7 +129,7 @@ def test_it_goes_on_wherever_it_was_cut(
     body = {**body, "stream": stream}
     whole = ask(first, path, body)
     assert [json.loads(data)[0] for kind, data in whole if kind == frames.HEAD] == [200]
-    expected = told(pieces(whole))
+    expected = merged(pieces(whole))
     cuts = [place for place in range(1, len(whole)) if whole[place - 1][0] == frames.RECORD]
     assert len(cuts) > 1
     for cut in [cuts[0], cuts[len(cuts) // 2], cuts[-1], cuts[-1] + 1]:
@@ -140,28 +140,28 @@ def test_it_goes_on_wherever_it_was_cut(
         got = pieces(again)
         if not path.startswith("/api/") and cut <= cuts[-1]:  # lines with times; usage of the last piece
             assert got[: len(known)] == known
-        assert told([*known, *got[len(known) :]]) == expected
+        assert merged([*known, *got[len(known) :]]) == expected
 
 
-def test_a_record_that_does_not_fit_is_refused(engines: tuple[Inside, Inside], llm: LLM, tmp_path: Path) -> None:
+def test_record_beyond_the_context_is_refused(engines: tuple[LlmServer, LlmServer], llm: LLM, tmp_path: Path) -> None:
     body = {"prompt": "One, two,", "max_tokens": 40, "ignore_eos": True, "seed": 1}
     found = ask(engines[0], TEXT, body)
     record = b"".join(data for kind, data in found if kind == frames.RECORD)
     small = LLM(llm.model, EngineConfig(threads=1, kv_blocks=64, max_model_len=20))
-    with inside(small, replica=ReplicaId(tmp_path, 0, "token")) as server:
+    with serve_llm(small, replica=ReplicaId(tmp_path, 0, "token")) as server:
         (_, head), (_, answer), _ = ask(server, TEXT, {**body, "max_tokens": 41}, record)
     assert json.loads(head)[0] == 400
     assert "the context holds 20" in json.loads(answer)["error"]["message"]
     small.close()
 
 
-def test_nobody_else_gets_frames(engines: tuple[Inside, Inside]) -> None:
+def test_frames_require_the_token(engines: tuple[LlmServer, LlmServer]) -> None:
     body = {"prompt": "One,", "max_tokens": 1}
     answer = engines[0].client.post(TEXT, json=body, headers={frames.TOKEN: "guess", frames.RECORD_SIZE: "0"})
     assert (answer.status_code, answer.json()["object"]) == (200, "text_completion")
 
 
-def test_a_resumed_request_is_not_charged_again(engines: tuple[Inside, Inside]) -> None:
+def test_resumed_tokens_are_counted_once(engines: tuple[LlmServer, LlmServer]) -> None:
     body = {"prompt": "One, two,", "max_tokens": 20, "ignore_eos": True, "seed": 1}
     found = ask(engines[0], TEXT, body)
     lines = b"".join(data for kind, data in found if kind == frames.RECORD).splitlines(keepends=True)
@@ -172,10 +172,10 @@ def test_a_resumed_request_is_not_charged_again(engines: tuple[Inside, Inside]) 
     assert engines[1].served.metrics.generated_tokens - before == 20 - said
 
 
-def test_a_image_of_a_url_is_that_of_the_first_download(
-    seeing: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_resumed_request_uses_the_first_download_of_an_image(
+    vision_llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second engine takes it from the record: the URL shows another one by then."""
+    """The image comes from the record. The URL returns another image at each download."""
     files = iter([png(1), png(2), png(3)])
 
     async def download(urls: list[str], _: Any) -> dict[str, bytes]:
@@ -186,10 +186,10 @@ def test_a_image_of_a_url_is_that_of_the_first_download(
     urls = data_url(png(0)), "https://example.org/a.png"
     content = [*map(image_part, urls), {"type": "text", "text": "What?"}]
     body = {"messages": [{"role": "user", "content": content}], "max_tokens": 24, "stream": True, "seed": 1}
-    with inside(seeing, replica=ReplicaId(tmp_path, 0, "token"), allow_image_urls=True) as server:
+    with serve_llm(vision_llm, replica=ReplicaId(tmp_path, 0, "token"), allow_image_urls=True) as server:
         whole = ask(server, CHAT, body)
         cut = [place for place in range(1, len(whole)) if whole[place - 1][0] == frames.RECORD][2]
         record = b"".join(data for kind, data in whole[:cut] if kind == frames.RECORD)
         known, again = pieces(whole[:cut]), pieces(ask(server, CHAT, body, record))
         assert again[: len(known)] == known
-        assert told(again) == told(pieces(whole)) != told(pieces(ask(server, CHAT, body)))
+        assert merged(again) == merged(pieces(whole)) != merged(pieces(ask(server, CHAT, body)))

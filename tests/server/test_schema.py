@@ -1,4 +1,4 @@
-"""Requests made from the server's own OpenAPI description, valid and not: none may end in a fault of ours."""
+"""Valid and invalid requests generated from the OpenAPI description cause no server error."""
 
 import math
 from typing import Any
@@ -51,7 +51,7 @@ def test_no_server_error(operations: dict[str, Any], path: str, mode: Any) -> No
         max_examples=FEW if path in TRANSLATED else EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck)
     )
     def check(case: Any) -> None:
-        if isinstance(case.body, dict):  # long answers are not the point
+        if isinstance(case.body, dict):  # short answers suffice
             limits = {
                 name: case.body.get(name, 8) for name in ("max_tokens", "max_completion_tokens", "max_output_tokens")
             }
@@ -66,7 +66,7 @@ def test_no_server_error(operations: dict[str, Any], path: str, mode: Any) -> No
     check()
 
 
-def test_bounds_of_the_document_are_those_of_the_checks() -> None:
+def test_openapi_bounds_equal_the_checked_bounds() -> None:
     found = set()
     for model in (ChatRequest, CompletionRequest):
         for name, field in model.model_json_schema()["properties"].items():

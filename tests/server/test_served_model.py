@@ -1,4 +1,4 @@
-"""The engine behind the event loop: faults of a step, clients that leave."""
+"""The engine behind the event loop: failing steps, cancellation, full queues, change of the head."""
 
 import asyncio
 import logging
@@ -53,7 +53,7 @@ def request(served: ServedModel, seed: int, tokens: int = 20, **more: Any) -> An
     return served.llm.request(support.prompt_of(10, seed), params)
 
 
-def test_a_failing_step_fails_its_requests_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_step_fails_only_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     async def check(served: ServedModel) -> None:
         expected = await tokens_of(await served.open([request(served, 1)]))
         runner, left = served.llm.engine.runner, []
@@ -77,7 +77,7 @@ def test_a_failing_step_fails_its_requests_only(monkeypatch: pytest.MonkeyPatch)
     with_served(check)
 
 
-def test_an_engine_that_hangs_in_a_step_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_step_is_reported_as_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     async def check(served: ServedModel) -> None:
         runner, hangs, goes_on = served.llm.engine.runner, threading.Event(), threading.Event()
         forward = runner.forward
@@ -105,7 +105,7 @@ def test_an_engine_that_hangs_in_a_step_is_a_fault(monkeypatch: pytest.MonkeyPat
     with_served(check)
 
 
-def test_who_had_just_finished_in_a_failing_step_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_request_that_finishes_in_a_failing_step_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     async def check(served: ServedModel) -> None:
         engine = served.llm.engine
         commit = engine._commit
@@ -126,7 +126,7 @@ def test_who_had_just_finished_in_a_failing_step_is_told(monkeypatch: pytest.Mon
     with_served(check)
 
 
-def test_a_request_that_cannot_be_begun_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_start_of_a_request_keeps_the_engine_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     async def check(served: ServedModel) -> None:
         submit = served.llm.engine.submit
         monkeypatch.setattr(served.llm.engine, "submit", lambda request: 1 / 0)
@@ -139,7 +139,7 @@ def test_a_request_that_cannot_be_begun_harms_nobody(monkeypatch: pytest.MonkeyP
     with_served(check)
 
 
-def test_who_leaves_frees_everything() -> None:
+def test_cancelled_requests_free_their_resources() -> None:
     async def check(served: ServedModel) -> None:
         stay = asyncio.create_task(tokens_of(await served.open([request(served, 1, 60)])))
         leaving = [asyncio.create_task(tokens_of(await served.open([request(served, seed, 80)]))) for seed in (2, 3)]
@@ -152,7 +152,7 @@ def test_who_leaves_frees_everything() -> None:
     with_served(check)
 
 
-def test_a_full_queue_and_bad_requests_are_refused() -> None:
+def test_full_queue_and_invalid_requests_are_refused() -> None:
     async def check(served: ServedModel) -> None:
         room = served.llm.config.max_num_seqs + 1
         streams = [await served.open([request(served, seed)]) for seed in range(room)]
@@ -168,7 +168,7 @@ def test_a_full_queue_and_bad_requests_are_refused() -> None:
     with_served(check, queue=1)
 
 
-def test_deltas_of_a_step_come_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deltas_of_a_step_are_delivered_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     async def check(served: ServedModel) -> None:
         calls: list[int] = []
         put_all = served.engine._put_all
@@ -193,10 +193,10 @@ def test_deltas_of_a_step_come_in_one_call(monkeypatch: pytest.MonkeyPatch) -> N
     with_served(check)
 
 
-def test_another_head_comes_between_steps_and_a_bad_one_changes_nothing(
+def test_head_is_changed_between_steps_and_an_invalid_head_is_ignored(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What SIGHUP does: requests go on, their texts are the same."""
+    """The head changes as after SIGHUP. Running requests continue with the same texts."""
     model = support.headed_model("llama")
     spec = HeadSpec(layer=model.config.head_layer)
     arrays = random_arrays(head_kind("mtp").shapes(spec, model.config.hidden_size), 9)

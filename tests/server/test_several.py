@@ -1,4 +1,4 @@
-"""A server with several models: the texts are those of servers with one; lists, metrics and errors tell the truth."""
+"""A server with several models: texts, lists, metrics, errors, keep_alive, invalid options."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from inside import inside
+from inside import serve_llm
 from process import PROGRAM, HttpServer, Server, running
 from support import PATIENCE, until
 from tiny_models import write_tiny
@@ -70,18 +70,18 @@ def names(server: Server, path: str) -> list[str]:
     return [each["name"] for each in server.client.get(path).json()["models"]]
 
 
-def test_texts_are_those_of_a_server_with_one_model(several: Server, server: Server, folder: Path) -> None:
-    """Requests to three models at once, two of them loaded by these; a request that names none goes to the first."""
+def test_texts_equal_those_of_single_model_servers(several: Server, server: Server, folder: Path) -> None:
+    """Concurrent requests to three models load two of them. A request without a model uses the first."""
     asked = [(model, number) for number in range(3) for model in (DEFAULT, "small", "mine", None)]
     with ThreadPoolExecutor(len(asked)) as pool:
         together = dict(zip(asked, pool.map(lambda each: answer(several, *each), asked), strict=True))
-    with inside(LLM(str(folder / "models/small"), TINY)) as small, inside(LLM(str(folder / "own"), TINY)) as own:
+    with serve_llm(LLM(str(folder / "models/small"), TINY)) as small, serve_llm(LLM(str(folder / "own"), TINY)) as own:
         alone = {DEFAULT: server, "small": small, "mine": own, None: server}
         assert together == {(model, number): answer(alone[model], None, number) for model, number in asked}
     assert len(set(together.values())) == 9
 
 
-def test_a_model_that_has_gone_is_not_asked_for_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_removed_local_model_is_not_looked_up_in_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_tiny("llama", tmp_path / "models" / "one")
     settings = Settings(all_commands(application()), {})
@@ -91,7 +91,7 @@ def test_a_model_that_has_gone_is_not_asked_for_elsewhere(tmp_path: Path, monkey
         hub.resolve(offer.path)
 
 
-def test_files_are_called_by_their_stem_and_their_path(tmp_path: Path) -> None:
+def test_model_files_are_named_by_stem_and_path(tmp_path: Path) -> None:
     files = [tmp_path / name for name in ("a.gguf", "b.gguf", "x/b.gguf")]
     for file in files:
         file.parent.mkdir(exist_ok=True)
@@ -102,7 +102,7 @@ def test_files_are_called_by_their_stem_and_their_path(tmp_path: Path) -> None:
     assert [each.names for each in found] == [("a", paths[0]), *((path,) for path in paths[1:])]
 
 
-def test_lists_tell_what_there_is_and_what_is_in_memory(several: Server) -> None:
+def test_model_lists_show_available_and_loaded_models(several: Server) -> None:
     answer(several, "small", 1)
     listed = {each["id"]: each for each in several.client.get("/v1/models").json()["data"]}
     assert list(listed) == [DEFAULT, "mine", "broken", "small"]
@@ -119,7 +119,7 @@ def test_lists_tell_what_there_is_and_what_is_in_memory(several: Server) -> None
     assert several.client.get("/health").status_code == several.client.get("/ready").status_code == 200
 
 
-def test_metrics_have_the_models_name(several: Server) -> None:
+def test_metrics_have_model_labels(several: Server) -> None:
     for model in (DEFAULT, "small"):
         answer(several, model, 1)
     text = several.client.get("/metrics").text
@@ -131,7 +131,7 @@ def test_metrics_have_the_models_name(several: Server) -> None:
     assert 'headstart:model_loaded{model_name="broken"} 0.0' in text
 
 
-def test_a_model_that_cannot_be_loaded_is_told_to_who_asks(several: Server) -> None:
+def test_failed_load_is_an_error_of_the_request(several: Server) -> None:
     for path, body in {"/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}]},
                        "/tokenize": {"prompt": "Hi"}, "/v1/embeddings": {"input": "Hi"}}.items():  # fmt: skip
         found = several.post(path, model="broken", **body)
@@ -141,7 +141,7 @@ def test_a_model_that_cannot_be_loaded_is_told_to_who_asks(several: Server) -> N
     assert several.client.get("/health").status_code == 200
 
 
-def test_other_endpoints_load_a_model_too(several: Server) -> None:
+def test_all_endpoints_load_a_model(several: Server) -> None:
     bodies: dict[str, dict[str, Any]] = {
         "/tokenize": {"prompt": "Hi"}, "/v1/embeddings": {"input": "Hi"}, "/api/embed": {"input": "Hi"},
         "/v1/messages/count_tokens": {"messages": [{"role": "user", "content": "Hi"}]},
@@ -153,7 +153,7 @@ def test_other_endpoints_load_a_model_too(several: Server) -> None:
         assert "small:latest" in names(several, "/api/ps")
 
 
-def test_ollamas_keep_alive(several: Server) -> None:
+def test_keep_alive_of_ollama_requests(several: Server) -> None:
     for given in ("soon", "5 minutes"):
         found = several.post("/api/generate", model="small", prompt="Hi", keep_alive=given)
         assert found.status_code == 400 and "keep_alive" in found.json()["error"]
@@ -183,7 +183,7 @@ def test_ps_and_stop(several: Server) -> None:
     assert headstart("ps", "--url", "http://127.0.0.1:9").returncode == 2
 
 
-def test_one_model_stays(server: Server) -> None:
+def test_single_model_is_never_unloaded(server: Server) -> None:
     found = server.post("/api/generate", model=DEFAULT, keep_alive=0)
     assert found.json()["done_reason"] == "load"
     assert headstart("stop", DEFAULT, "--url", server.url).returncode == 1
@@ -191,7 +191,7 @@ def test_one_model_stays(server: Server) -> None:
     assert "model_loaded" not in server.client.get("/metrics").text
 
 
-def test_a_model_that_does_not_fit(folder: Path) -> None:
+def test_model_beyond_the_memory_limit_is_refused(folder: Path) -> None:
     with running("--models", str(folder / "models"), "--memory", "0.000001", *SMALL) as tight:
         found = tight.post("/v1/completions", model="small", prompt="Hi")
         assert found.status_code == 503 and "all models may take" in found.json()["error"]["message"]
@@ -234,10 +234,10 @@ WRONG = {
 
 
 @pytest.mark.parametrize("words", WRONG)
-def test_what_is_wrong_is_said_in_one_line(
+def test_invalid_options_have_a_one_line_error(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In this process, and before a server listens."""
+    """The error comes before a server listens."""
     monkeypatch.setattr("headstart.server.run.serve", lambda *_: pytest.fail("it serves"))
     monkeypatch.chdir(tmp_path)
     Path("table.toml").write_text('[models.x]\npath = "x"\ndept = 1')

@@ -1,4 +1,4 @@
-"""A short storm of mixed requests (benchmarks/storm.py has the long one): nothing is lost, nothing is left."""
+"""A short run of benchmarks/storm.py: mixed requests, no wrong text, no leak."""
 
 import json
 import sys
@@ -14,7 +14,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TEXTS = ["Name a colour.", "Tell me a long story about a fox.", "Write a poem.", "What is 7 + 5?", "x " * 300]
 
 
-def test_storm(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_storm_of_mixed_requests(server: Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
     import storm
 

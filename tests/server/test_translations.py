@@ -1,4 +1,4 @@
-"""Bodies of other APIs as chats, and answers as blocks: what the default model, which does not think, cannot show."""
+"""Translation of other APIs' bodies to chats and of answers with reasoning to blocks."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ TOOLS = [{"type": "function", "function": {"name": "get_time", "parameters": {"t
 
 
 def blocks_of(text: str, size: int) -> tuple[BlockBuilder, list[Any]]:
-    """All changes while a text comes in pieces of `size` characters."""
+    """Blocks and changes of a text in pieces of `size` characters."""
     parser, blocks, changes = make_parser("hermes", TOOLS, "think"), BlockBuilder(lambda: "id"), list[Any]()
     choice = SimpleNamespace(parser=parser)
     for start in range(0, len(text), size):
@@ -29,7 +29,7 @@ def blocks_of(text: str, size: int) -> tuple[BlockBuilder, list[Any]]:
 
 
 @pytest.mark.parametrize("size", [1, 7, 1000])
-def test_blocks_do_not_depend_on_pieces(size: int) -> None:
+def test_blocks_are_independent_of_the_piece_size(size: int) -> None:
     blocks, changes = blocks_of(ANSWER, size)
     assert [(block.kind, block.text.strip()) for block in blocks.blocks] == [
         ("reasoning", "It is late."), ("text", "I look."), ("call", '{"zone": "UTC"}'),
@@ -46,7 +46,7 @@ def test_blocks_do_not_depend_on_pieces(size: int) -> None:
     assert items[0]["content"] == [{"type": "reasoning_text", "text": "It is late."}]
 
 
-def test_an_answer_of_white_space_is_that() -> None:
+def test_white_space_answer_is_kept() -> None:
     assert [block.text for block in blocks_of("\n \n", 1)[0].blocks] == ["\n \n"]
 
 
@@ -54,7 +54,7 @@ def turn(**members: Any) -> dict[str, Any]:
     return {"role": "assistant", **members}
 
 
-def test_a_turn_of_thoughts_text_and_calls_is_one_message() -> None:
+def test_reasoning_text_and_calls_of_a_turn_become_one_message() -> None:
     call = {"type": "function", "function": {"name": "get_time", "arguments": {"zone": "UTC"}}}
     parts = [
         {"type": "thinking", "thinking": "Late.", "signature": ""},
@@ -85,7 +85,7 @@ def test_a_turn_of_thoughts_text_and_calls_is_one_message() -> None:
     assert second == {"role": "tool", "tool_call_id": "1", "content": "12:30"}
 
 
-def test_options_of_ollama() -> None:
+def test_ollama_options_are_translated() -> None:
     asked = {"num_ctx": 4096, "num_predict": -1, "seed": 7, "repeat_penalty": 1.1, "stop": ["x"], "mirostat": 0}
     body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "options": asked, "think": "high"}
     chat = ollama.chat_of(ollama.OllamaChatRequest.model_validate(body))
