@@ -1,4 +1,4 @@
-"""AsyncLLM: the texts of LLM, awaited."""
+"""AsyncLLM: texts equal those of LLM; cancellation, errors, event loops, closing."""
 
 import asyncio
 import time
@@ -20,7 +20,7 @@ def expected() -> list[str]:
 
 
 @pytest.mark.slow
-def test_texts_are_those_of_llm() -> None:
+def test_async_texts_equal_those_of_llm() -> None:
     async def run() -> None:
         async with AsyncLLM(headed_model("mimo"), CONFIG) as llm:
             answers = await asyncio.gather(*(llm.generate(prompt, PARAMS) for prompt in PROMPTS))
@@ -35,13 +35,13 @@ def test_texts_are_those_of_llm() -> None:
 
 
 @pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps that take so long that no long text ends before something happens to it."""
+def slow_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of at least 20 ms, so that no long text ends before its cancellation."""
     forward = Runner.forward
     monkeypatch.setattr(Runner, "forward", lambda *spans: time.sleep(0.02) or forward(*spans))
 
 
-def test_leaving_ends_the_text_and_errors_arrive(slow: None) -> None:
+def test_cancellation_frees_requests_and_errors_are_raised(slow_steps: None) -> None:
     async def run() -> None:
         llm = AsyncLLM(headed_model("mimo"), CONFIG)
         long = SamplingParams(max_tokens=200, ignore_eos=True)
@@ -68,8 +68,8 @@ def test_leaving_ends_the_text_and_errors_arrive(slow: None) -> None:
 
 
 @pytest.mark.slow
-def test_two_event_loops_one_after_the_other_and_texts_of_the_llm_itself() -> None:
-    """The engine's thread serves both loops; threads that use `.llm` share its batch."""
+def test_successive_event_loops_and_threads_share_the_engine() -> None:
+    """The engine's thread serves both loops. Threads that use `.llm` share its batch."""
     llm = AsyncLLM(headed_model("mimo"), CONFIG)
 
     async def run() -> list[str]:
@@ -84,7 +84,7 @@ def test_two_event_loops_one_after_the_other_and_texts_of_the_llm_itself() -> No
     asyncio.run(llm.close())
 
 
-def test_closing_ends_texts_that_run(slow: None) -> None:
+def test_close_ends_running_requests(slow_steps: None) -> None:
     async def run() -> None:
         llm = AsyncLLM(headed_model("mimo"), CONFIG)
         task = asyncio.create_task(llm.generate("the", SamplingParams(max_tokens=200, ignore_eos=True)))

@@ -1,4 +1,4 @@
-"""Images in prompts of the Python API: how messages and lists of images are read, and what is refused."""
+"""Images in prompts of the Python API: message parts, sources, lists of images, refused values."""
 
 import base64
 from pathlib import Path
@@ -11,7 +11,7 @@ from headstart.api.images import open_image, per_prompt, split_images
 from headstart.errors import UsageError
 
 
-def test_parts_of_messages() -> None:
+def test_images_are_split_from_message_parts() -> None:
     parts = [
         {"type": "image_url", "image_url": {"url": "data:a"}}, {"type": "text", "text": "What?"},
         {"type": "image_url", "image_url": "data:b"}, {"type": "image", "path": "c.png"},
@@ -38,12 +38,12 @@ def test_parts_of_messages() -> None:
     ({"type": "text", "text": 5}, "a part of type text has no text"),
     ({"type": "image"}, "has no image"), ({"type": "image_url", "image_url": {"detail": "low"}}, "has no image"),
 ])  # fmt: skip
-def test_other_parts(part: Any, message: str) -> None:
+def test_unsupported_parts_are_refused(part: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         split_images([{"role": "user", "content": [part]}])
 
 
-def test_sources(tmp_path: Path) -> None:
+def test_image_sources(tmp_path: Path) -> None:
     path = tmp_path / "a.bmp"
     Image.new("RGB", (2, 1)).save(path)
     text = base64.b64encode(path.read_bytes()).decode()

@@ -38,7 +38,7 @@ PROMPTS = ["the thing", "an answer about the inner ring", "x", "hello there, you
 
 
 def text_of(each: LLM, completion: Completion) -> str:
-    """The text its ids stand for."""
+    """The decoded token ids of a completion."""
     return each.tokenizer.decode([t for t in completion.token_ids if t not in each.tokenizer.eos_ids])
 
 
@@ -57,7 +57,7 @@ def test_from_a_directory(tmp_path) -> None:
     assert each.generate(["the"], SamplingParams(max_tokens=5))[0].method == "mtp"
 
 
-def test_what_the_model_recommends_counts_where_nothing_is_said(tmp_path) -> None:
+def test_generation_config_sets_the_default_sampling_parameters(tmp_path) -> None:
     folder = write_tiny(FAMILY, tmp_path / "model", num_hidden_layers=2)
     file = folder / "generation_config.json"
     file.write_text(json.dumps({"do_sample": True, "temperature": 5, "top_k": 50}))
@@ -75,7 +75,7 @@ def test_what_the_model_recommends_counts_where_nothing_is_said(tmp_path) -> Non
 
 
 @pytest.mark.parametrize("settings", [{"drafter": "none"}, {"depth": 0}])
-def test_no_drafter(settings: dict[str, Any]) -> None:
+def test_without_drafter_each_pass_emits_one_token(settings: dict[str, Any]) -> None:
     each = llm(**settings)
     done = each.generate(["the"], SamplingParams(max_tokens=6, ignore_eos=True))[0]
     assert (each.method, done.method, each.info["depth"]) == ("none", "none", 0)
@@ -104,7 +104,7 @@ def test_drafting_does_not_change_the_text(kind: str, temperature: float) -> Non
 
 
 @pytest.mark.slow
-def test_stream_is_generate() -> None:
+def test_stream_equals_generate() -> None:
     params = SamplingParams(temperature=0.9, seed=3, max_tokens=40, logprobs=1, stop=("zz",))
     for kind in MODELS:
         each = llm(kind, depth=4)
@@ -123,7 +123,7 @@ def test_stream_is_generate() -> None:
 
 
 @pytest.mark.slow
-def test_a_closed_stream_frees_everything() -> None:
+def test_closed_stream_frees_its_resources() -> None:
     each = llm()
     stream = each.stream("the thing", SamplingParams(max_tokens=50, ignore_eos=True))
     next(stream)
@@ -134,8 +134,8 @@ def test_a_closed_stream_frees_everything() -> None:
 
 
 @pytest.mark.slow
-def test_streams_side_by_side() -> None:
-    """Two streams and a whole answer over one engine, taken in turns: each gets its own text."""
+def test_interleaved_streams_keep_their_texts() -> None:
+    """Two streams read in turns and a complete answer share one engine."""
     each = llm("agreeing", depth=4)
     params = [SamplingParams(temperature=0.9, seed=i, max_tokens=25, ignore_eos=True, stop=("q",)) for i in range(3)]
     alone = [each.generate([prompt], p)[0].text for prompt, p in zip(PROMPTS, params, strict=False)]
@@ -151,7 +151,7 @@ def test_streams_side_by_side() -> None:
     assert_clean(each.engine)
 
 
-def test_a_session_takes_requests_while_others_run() -> None:
+def test_session_accepts_requests_while_others_run() -> None:
     each, params = llm("agreeing", depth=4), SamplingParams(max_tokens=20, ignore_eos=True)
     alone = [each.generate([prompt], params)[0].text for prompt in PROMPTS[:2]]
     with each.session() as session:
@@ -160,7 +160,7 @@ def test_a_session_takes_requests_while_others_run() -> None:
         session.submit(each.request(PROMPTS[1], params))
         while session.running:
             choices |= {choice.request.request_id: choice for choice, _ in session.step()}
-        session.submit(each.request(PROMPTS[0], params))  # is not waited for
+        session.submit(each.request(PROMPTS[0], params))  # still running when the session closes
     assert [choice.text for choice in choices.values()] == alone
     assert all(choice.arrivals == sorted(choice.arrivals) for choice in choices.values())
     assert_clean(each.engine)
@@ -168,7 +168,7 @@ def test_a_session_takes_requests_while_others_run() -> None:
 
 
 @pytest.mark.slow
-def test_a_completion_is_plain_data() -> None:
+def test_completion_is_serializable() -> None:
     first = llm().generate(["the thing"], SamplingParams(n=3, seed=1, temperature=1.0, max_tokens=4))[0]
     document = asdict(first)
     assert json.loads(json.dumps(document["speculation"])) == vars(first.speculation) | {"synthetic": []}
@@ -176,7 +176,7 @@ def test_a_completion_is_plain_data() -> None:
     assert [document["index"], *(each["index"] for each in document["others"])] == [0, 1, 2]
 
 
-def test_on_finish_may_ask_again() -> None:
+def test_on_finish_may_call_generate() -> None:
     each, seen = llm(), []
 
     def again(index: int, completion: Completion) -> None:
@@ -188,7 +188,7 @@ def test_on_finish_may_ask_again() -> None:
     assert len({text for _, _, text in seen}) == 1
 
 
-def test_results_come_in_the_order_of_the_prompts() -> None:
+def test_results_have_the_order_of_the_prompts() -> None:
     each = llm(max_num_seqs=2)
     lengths = [20, 3, 9, 1]
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in lengths]
@@ -200,7 +200,7 @@ def test_results_come_in_the_order_of_the_prompts() -> None:
     assert sorted(finished) == [0, 1, 2, 3]
 
 
-def test_nothing_asked_nothing_answered() -> None:
+def test_empty_list_of_prompts() -> None:
     assert llm().generate([]) == []
 
 
@@ -221,8 +221,8 @@ def printable(text: str) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["none", "mtp", "ngram"])
 @pytest.mark.parametrize("kind", MODELS)
-def test_stop_strings_cut_exactly(kind: str, drafter: str) -> None:
-    """Every short piece of the text as a stop string, most of them across tokens: the text ends right before it."""
+def test_text_ends_before_the_stop_string(kind: str, drafter: str) -> None:
+    """Stop strings are pieces of the text, most of them across tokens."""
     each = llm(kind, drafter=drafter, depth=5)
     whole = printable(free_text(each).text)
     stops = [whole[at : at + size] for at, size in ((3, 1), (9, 2), (20, 3), (31, 5))]
@@ -244,7 +244,7 @@ def params_with(stop: str) -> SamplingParams:
 
 
 @pytest.mark.slow
-def test_a_choice_that_a_stop_string_ended_runs_no_further() -> None:
+def test_stopped_choice_leaves_the_batch() -> None:
     each = llm("agreeing")
     stop = printable(free_text(each).text)[2:4]
     alive: list[int] = []
@@ -255,15 +255,15 @@ def test_a_choice_that_a_stop_string_ended_runs_no_further() -> None:
 
 
 @pytest.mark.slow
-def test_the_first_of_several_stop_strings_wins() -> None:
+def test_earliest_of_several_stop_strings_ends_the_text() -> None:
     each = llm("agreeing")
     whole = printable(free_text(each).text)
     early, late = whole[12:15], whole[25:28]
     assert free_text(each, stop=(late, early)).text == whole[: min(whole.index(early), whole.index(late))]
 
 
-def test_a_text_held_back_comes_out_at_the_end() -> None:
-    """The last characters may begin a stop string; when the text ends there, they are text."""
+def test_text_held_back_for_a_stop_string_is_emitted_at_the_end() -> None:
+    """The text ends with the beginning of a stop string."""
     each = llm()
     whole = printable(free_text(each).text)
     found = free_text(each, stop=(whole[-3:] + "and more",))
@@ -271,7 +271,7 @@ def test_a_text_held_back_comes_out_at_the_end() -> None:
 
 
 @pytest.mark.slow
-def test_min_tokens_puts_off_every_stop() -> None:
+def test_min_tokens_delays_stop_strings_and_stop_ids() -> None:
     each = llm("agreeing")
     whole = free_text(each)
     text = printable(whole.text)
@@ -289,7 +289,7 @@ def test_min_tokens_puts_off_every_stop() -> None:
     assert len(late.token_ids) >= 20
 
 
-def test_a_stop_string_may_begin_before_min_tokens_are_out() -> None:
+def test_stop_string_may_begin_before_min_tokens() -> None:
     each = llm()
     whole = free_text(each)
     texts = [each.tokenizer.decode(whole.token_ids[:n]) for n in range(81)]
@@ -300,7 +300,7 @@ def test_a_stop_string_may_begin_before_min_tokens_are_out() -> None:
         and texts[n + 1][-2:].isascii()
         and texts[n + 1][-2:] not in texts[n]
     )
-    stop = texts[at + 1][-2:]  # one character of token `at`, one of the token after it
+    stop = texts[at + 1][-2:]  # one character each of token `at` and of the next token
     found = free_text(each, stop=(stop,), min_tokens=at)
     assert found.text == texts[at - 1]
     assert len(found.token_ids) == at + 1
@@ -308,7 +308,7 @@ def test_a_stop_string_may_begin_before_min_tokens_are_out() -> None:
     assert ignored.text.startswith(texts[at + 1])
 
 
-def test_the_end_of_text_id_is_no_text() -> None:
+def test_eos_token_is_not_in_the_text() -> None:
     each = llm()
     bias = {EOS: 100.0}
     found = each.generate(["the"], SamplingParams(max_tokens=9, logit_bias=bias))[0]
@@ -322,22 +322,22 @@ def test_the_end_of_text_id_is_no_text() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 17])
-def test_max_tokens(max_tokens: int) -> None:
+def test_max_tokens_cuts_the_text(max_tokens: int) -> None:
     each = llm("agreeing", depth=5)
     whole = free_text(each, max_tokens=40)
     found = free_text(each, max_tokens=max_tokens)
     assert (found.token_ids, found.finish_reason) == (whole.token_ids[:max_tokens], "length")
 
 
-def test_the_context_ends_a_text() -> None:
+def test_context_length_ends_the_text() -> None:
     each = llm("agreeing", max_model_len=64)
     found = free_text(each, max_tokens=200)
     assert found.finish_reason == "length"
     assert len(found.prompt_token_ids) + len(found.token_ids) == 64
 
 
-def test_characters_of_several_tokens_stream_whole() -> None:
-    """A euro sign is three tokens: none of them is shown before the last."""
+def test_incomplete_character_is_replaced() -> None:
+    """Each of the three tokens of a euro sign alone is shown as U+FFFD."""
     each = llm()
     euro = each.tokenizer.encode("€")
     assert len(euro) == 3
@@ -351,7 +351,7 @@ def test_characters_of_several_tokens_stream_whole() -> None:
 
 
 @pytest.mark.slow
-def test_choices_differ_and_are_those_of_plain_decoding() -> None:
+def test_choices_differ_and_equal_those_of_plain_decoding() -> None:
     params = SamplingParams(temperature=1.0, seed=9, n=4, max_tokens=20)
     found = llm("agreeing").generate(["the thing", "x"], params)
     expected = llm("agreeing", **PLAIN).generate(["the thing", "x"], params)
@@ -364,7 +364,7 @@ def test_choices_differ_and_are_those_of_plain_decoding() -> None:
     assert first.token_ids == found[0].token_ids
 
 
-def test_integers_of_numpy() -> None:
+def test_numpy_integers_are_accepted() -> None:
     each = llm()
     numbers: Any = (np.int8(100), np.uint64(3), np.int8(2))
     (done,) = each.generate("the", SamplingParams(max_tokens=numbers[0], seed=numbers[1]), depth=numbers[2])
@@ -372,7 +372,7 @@ def test_integers_of_numpy() -> None:
     assert json.dumps([done.token_ids, done.seed]) == json.dumps([plain.token_ids, plain.seed])
 
 
-def test_an_unset_seed_is_drawn_reported_and_enough_to_repeat() -> None:
+def test_unset_seed_is_random_and_reported_for_repetition() -> None:
     each = llm()
     params = SamplingParams(temperature=1.0, max_tokens=20)
     drawn = each.generate(["the thing"] * 3, params)
@@ -383,7 +383,7 @@ def test_an_unset_seed_is_drawn_reported_and_enough_to_repeat() -> None:
         assert (again.token_ids, again.seed) == (completion.token_ids, completion.seed)
 
 
-def test_the_seed_of_the_engine_serves_requests_without_one() -> None:
+def test_engine_seed_is_the_default_of_requests() -> None:
     each = llm(seed=4)
     assert each.generate(["x"], SamplingParams(max_tokens=1))[0].seed == 4
     assert each.generate(["x"], SamplingParams(max_tokens=1, seed=0))[0].seed == 0
@@ -422,7 +422,7 @@ def test_logprobs_end_with_the_text() -> None:
 # Prompts.
 
 
-def test_every_kind_of_prompt() -> None:
+def test_kinds_of_prompts() -> None:
     each = llm()
     messages = [{"role": "user", "content": "the thing"}]
     ids = each.encode("the thing")
@@ -440,15 +440,15 @@ def test_every_kind_of_prompt() -> None:
     assert raw.prompt_token_ids == each.encode("the thing", raw=True) != ids
 
 
-def test_calls_of_tools_need_no_content() -> None:
-    """OpenAI's clients give them the content None."""
+def test_message_with_tool_calls_needs_no_content() -> None:
+    """OpenAI's clients send content None in such messages."""
     each = llm()
     call = {"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": {}}}]}
     user = {"role": "user", "content": "x"}
     assert each.encode([user, call]) == each.encode([user, call | {"content": None}])
 
 
-def test_a_system_message_changes_the_prompt() -> None:
+def test_system_message_is_in_the_prompt() -> None:
     each = llm()
     messages = [{"role": "system", "content": "an inner ring"}, {"role": "user", "content": "x"}]
     assert "system\nan inner ring" in each.tokenizer.decode(each.encode(messages))
@@ -473,7 +473,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_prompts(case: str) -> None:
+def test_invalid_prompts_leave_the_engine_usable(case: str) -> None:
     prompts, params, error, message = BAD[case]
     each = llm()
     with pytest.raises(error, match=message):
@@ -483,7 +483,7 @@ def test_bad_prompts(case: str) -> None:
     assert each.generate(["fine"], SamplingParams(max_tokens=2, ignore_eos=True))[0].usage["completion_tokens"] == 2
 
 
-def test_bad_arguments() -> None:
+def test_invalid_arguments_name_the_problem() -> None:
     each = llm()
     with pytest.raises(UsageError, match="2 prompts, but 1 sets"):
         each.generate(["a", "b"], [SamplingParams()])
@@ -519,7 +519,7 @@ def test_bad_arguments() -> None:
     assert_clean(each.engine)
 
 
-def test_as_vllm_has_it() -> None:
+def test_interface_of_vllm() -> None:
     params = SamplingParams(max_tokens=4, ignore_eos=True)
     with LLM(MODELS["random"](FAMILY), depth=2, max_model_len=256, threads=1, kv_blocks=40) as each:
         assert (each.config.depth, each.engine.max_length) == (2, 256)
@@ -544,7 +544,7 @@ def test_as_vllm_has_it() -> None:
     (True, ("raise max_model_len if", "load one: lora='NAME=PATH'")),
     (False, ("raise --max-model-len if", "load one: --lora NAME=PATH")),
 ])  # fmt: skip
-def test_hints_name_options_as_the_caller_did(by_keyword: bool, hints: tuple[str, str]) -> None:
+def test_hints_name_options_in_the_callers_form(by_keyword: bool, hints: tuple[str, str]) -> None:
     options: dict[str, Any] = {"depth": 2, "max_model_len": 64, "threads": 1, "kv_blocks": 40}
     given = options if by_keyword else {"config": EngineConfig(**options)}
     with LLM(MODELS["random"](FAMILY), **given) as each:
@@ -556,7 +556,7 @@ def test_hints_name_options_as_the_caller_did(by_keyword: bool, hints: tuple[str
             each.generate("the thing", lora="sql")
 
 
-def test_a_schema_is_a_constraint() -> None:
+def test_pydantic_model_or_json_schema_as_constraint() -> None:
     class Point(BaseModel, extra="forbid"):
         x: bool
 
@@ -568,7 +568,7 @@ def test_a_schema_is_a_constraint() -> None:
         each.generate("the", constraint="json")
 
 
-def test_a_pydantic_model_is_a_constraint_without_other_keys() -> None:
+def test_pydantic_constraint_forbids_additional_properties() -> None:
     class Inner(BaseModel):
         y: bool
 
@@ -587,12 +587,12 @@ def test_a_pydantic_model_is_a_constraint_without_other_keys() -> None:
     assert plain["properties"]["counts"]["additionalProperties"] == {"type": "integer"}
     assert as_grammar(Open).plain["additionalProperties"] is True  # type: ignore[union-attr]
     schema = as_grammar(Settings).plain  # type: ignore[union-attr]
-    assert schema["properties"]["default"]["items"]["additionalProperties"] is False  # a field, not JSON Schema's word
+    assert schema["properties"]["default"]["items"]["additionalProperties"] is False  # a field, not the keyword
     cut = llm().generate("the", SamplingParams(max_tokens=2), constraint=Outer)[0]
     assert (cut.finish_reason, cut.is_truncated) == ("length", True)
 
 
-def test_closing_gives_everything_back() -> None:
+def test_close_frees_the_engine() -> None:
     each = LLM(MODELS["random"](FAMILY), depth=0, max_model_len=256, threads=1, kv_blocks=40)
     engine, stream = weakref.ref(each.engine), each.stream("the", SamplingParams(max_tokens=50, ignore_eos=True))
     next(stream)
@@ -611,7 +611,7 @@ def test_closing_gives_everything_back() -> None:
             asked()
 
 
-def test_no_chat_template(tmp_path) -> None:
+def test_model_without_chat_template(tmp_path) -> None:
     folder = write_tiny(FAMILY, tmp_path / "model", num_hidden_layers=1)
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|im_end|>"}')
     each = LLM(str(folder), EngineConfig(threads=1, kv_blocks=40))
@@ -622,7 +622,7 @@ def test_no_chat_template(tmp_path) -> None:
     assert each.turn_end == ("\nUSER:",)
     assert each.tokenizer.decode(each.encode([{"role": "user", "content": "x"}])) == "USER: x\nASSISTANT:"
     ends = each.tokenizer.eos_ids
-    each.use_chat_template(ChatTemplate.from_name("chatml"))  # its end is a token of this vocabulary
+    each.use_chat_template(ChatTemplate.from_name("chatml"))  # chatml's end of turn is in this vocabulary
     assert each.tokenizer.eos_ids == ends | {each.tokenizer.id_of("<|im_end|>")}
 
 
@@ -633,8 +633,8 @@ CLOCK = GrammarSpec("regex", r"[0-9]{1,3}:[0-9]{2} (am|pm)")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["none", "mtp"])
-def test_a_constraint_is_kept(drafter: str) -> None:
-    """By every choice; where it ends is its own affair, and the end-of-text id is no text."""
+def test_every_choice_satisfies_the_constraint(drafter: str) -> None:
+    """The constraint ends the text despite min_tokens and ignore_eos. The text has no end-of-text token."""
     each, plain = llm(drafter=drafter), llm(**PLAIN)
     params = SamplingParams(temperature=1.0, seed=3, n=3, min_tokens=20, ignore_eos=True, stop=("zz",))
     for index, choice in enumerate(each.generate(["when?"], params, constraint=CLOCK)[0].choices):
@@ -644,7 +644,7 @@ def test_a_constraint_is_kept(drafter: str) -> None:
     assert re.fullmatch(CLOCK.value, "".join(delta.text for delta in deltas))
 
 
-def test_a_bad_constraint_leaves_nothing_behind() -> None:
+def test_invalid_constraint_leaves_no_request() -> None:
     each = llm()
     with pytest.raises(UsageError, match="regex constraint is not valid"):
         each.generate(["a", "b"], constraint=GrammarSpec("regex", "(a"))
@@ -653,7 +653,7 @@ def test_a_bad_constraint_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.slow
-def test_a_program_may_end_while_daemon_threads_generate(tmp_path) -> None:
+def test_program_exits_while_daemon_threads_generate(tmp_path) -> None:
     code = f"""
 import threading
 from headstart.api import LLM
@@ -673,7 +673,7 @@ runs.wait()
 
 
 @pytest.mark.slow
-def test_the_grammar_library_is_loaded_when_needed() -> None:
+def test_grammar_library_is_imported_lazily() -> None:
     code = """
 import sys
 import headstart.api
@@ -687,7 +687,7 @@ print("llguidance" in sys.modules)
 # Cache and counts.
 
 
-def test_cached_tokens_are_reported_and_speculation_adds_up() -> None:
+def test_cached_tokens_and_speculation_counts() -> None:
     each = llm("agreeing", depth=4)
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     first = each.generate(["an answer about the inner ring"], params)[0]

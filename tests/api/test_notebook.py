@@ -1,4 +1,4 @@
-"""docs/python.ipynb runs from top to bottom, and so does the Python of the cookbook that needs no server."""
+"""docs/python.ipynb and the cookbook's Python code without a server run."""
 
 import ast
 import asyncio
@@ -19,7 +19,7 @@ BLOCKS = [
 
 
 @pytest.mark.slow
-def test_every_cell_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_notebook_runs(capsys: pytest.CaptureFixture[str]) -> None:
     cells = json.loads(NOTEBOOK.read_text())["cells"]
     source = "\n".join("".join(cell["source"]) for cell in cells if cell["cell_type"] == "code")
     code = compile(source, NOTEBOOK.name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
@@ -29,6 +29,6 @@ def test_every_cell_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "code"), BLOCKS, ids=[name for name, _ in BLOCKS])
-def test_the_cookbook_runs(name: str, code: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cookbook_code_runs(name: str, code: str, capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile(code, name, "exec"), {"__name__": name})
     assert capsys.readouterr().out

@@ -8,7 +8,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 @pytest.fixture
 def fake_llm(monkeypatch: pytest.MonkeyPatch) -> type:
-    """headstart.api.LLM replaced by a fake that records what it is asked."""
+    """Replaces headstart.api.LLM by a fake that records its requests."""
     from fake import FakeLLM
 
     monkeypatch.setattr("headstart.api.LLM", FakeLLM)

@@ -1,4 +1,4 @@
-"""An LLM that answers with fixed words: what the commands need of headstart.api, without weights."""
+"""A fake LLM with the interface that commands need and a fixed answer."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ WORDS = ("The ", "sky ", "is ", "blue.")
 
 
 class FakeLLM:
-    """Records what it was asked; drafting never changes its text unless `differs`."""
+    """Records its requests. Drafting changes the text only with `differs`."""
 
     differs = False
     has_chat_template = True
@@ -47,7 +47,7 @@ class FakeLLM:
     decode_pair = LLM.decode_pair
 
     def _check_open(self) -> None:
-        """It is never closed."""
+        """The fake is never closed."""
 
     def stream(
         self, prompt: Any, params: SamplingParams, *, raw: bool = False, depth: int | None = None, images: Any = ()

@@ -1,4 +1,4 @@
-"""What a newcomer does in the first minute, and what may come of it: the parts of the tests of that name."""
+"""Command lines of a new user and checks of their outcome, for test_first_minute.py and other tests."""
 
 import contextlib
 import io
@@ -20,7 +20,7 @@ from headstart.options import Option
 
 ALLOWED = {0, 1, 2, 130}
 HELP = ("-h", "--help")
-LONGEST_S = 100
+MAX_RUN_S = 100
 NUMBERS = ("nan", "inf", "-1", "0", "", "x", "1e999", str(10**30))
 TEXTS = ("", " ", "nan", "-1", "0", ",", "no such thing", "\udcff", "[", "{}", "[1]", "x" * 5000)
 SMALL: dict[str, tuple[str, ...]] = {
@@ -58,7 +58,7 @@ SMALL: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a command line ended. `code` None: it did not, within its time."""
+    """Exit code and output of a command line; `code` is None after a timeout."""
 
     words: tuple[str, ...]
     code: int | None
@@ -67,7 +67,7 @@ class Outcome:
     seconds: float = 0.0
 
     def faults(self) -> list[str]:
-        """What a user should not have seen."""
+        """Violations of the rules for exit codes, messages and JSON output."""
         found = []
         if self.code not in ALLOWED:
             found.append(f"exit code {self.code}")
@@ -100,16 +100,16 @@ def _json_faults(text: str) -> list[str]:
     return []
 
 
-class TookTooLong(BaseException):
-    """Not an Exception: nothing may catch it on its way."""
+class RunTimeout(BaseException):
+    """A BaseException, so that no handler of Exception catches it."""
 
 
-def run(words: tuple[str, ...], *, stdin: str = "", stdout: Any = None, seconds: float = LONGEST_S) -> Outcome:
-    """One command line in this process, with pipes for streams."""
+def run(words: tuple[str, ...], *, stdin: str = "", stdout: Any = None, seconds: float = MAX_RUN_S) -> Outcome:
+    """Runs a command line in this process with redirected streams."""
     out, err = stdout or io.TextIOWrapper(io.BytesIO(), "utf-8"), io.TextIOWrapper(io.BytesIO(), "utf-8")
 
     def late(*_: object) -> None:
-        raise TookTooLong
+        raise RunTimeout
 
     before = signal.signal(signal.SIGALRM, late)
     signal.setitimer(signal.ITIMER_REAL, seconds)
@@ -118,7 +118,7 @@ def run(words: tuple[str, ...], *, stdin: str = "", stdout: Any = None, seconds:
     try:
         with mock.patch.multiple(sys, stdin=io.StringIO(stdin), stdout=out, stderr=err):
             code = app.run(list(words))
-    except TookTooLong:
+    except RunTimeout:
         pass
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -132,12 +132,12 @@ def _text(stream: io.TextIOWrapper) -> str:
 
 
 def commands() -> dict[str, Command]:
-    """All commands by their full name."""
+    """Commands by their full name."""
     return all_commands(app.application())
 
 
 def wrong_values(item: Option, paths: Mapping[str, str]) -> tuple[str, ...]:
-    """Values that somebody could give to this option or argument by mistake."""
+    """Wrong values for an option or argument."""
     kind = str if item.is_comma_list else item.kind
     places = tuple(paths[name] for name in ("FILE", "FOLDER", "MISSING", "BELOW_A_FILE", "FIFO"))
     if kind in (int, float):
@@ -146,7 +146,7 @@ def wrong_values(item: Option, paths: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def make_paths(folder: Path) -> dict[str, str]:
-    """The words in capitals: a tiny model, and what paths may lead to."""
+    """Values of the placeholders in SMALL: a tiny model and paths of several kinds."""
     from tiny_models import write_tiny
 
     (folder / "file").write_text("not a model\n")
@@ -162,7 +162,7 @@ def make_paths(folder: Path) -> dict[str, str]:
 
 
 def wrong_lines(paths: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
-    """Each option and argument of each command, once with each wrong value, and without a value."""
+    """Command lines with each option and argument of each command: one per wrong value, and one without a value."""
     for name, command in commands().items():
         base = tuple(paths.get(word, word) for word in SMALL[name])
         places = [index for index, word in enumerate(SMALL[name]) if word in ("MODEL", "vllm", "qwen3_5-tiny")]
@@ -194,7 +194,7 @@ def _without(words: tuple[str, ...], flag: str) -> tuple[str, ...]:
 
 
 def endless(words: tuple[str, ...]) -> bool:
-    """No mistake, but a long wait."""
+    """True for valid lines that would run for very long."""
     return words[0] in ("data", "train", "tune") and bool({"inf", "1e999", str(10**30)} & set(words))
 
 
@@ -204,9 +204,8 @@ def forget_output(paths: Mapping[str, str]) -> None:
 
 
 @contextlib.contextmanager
-def quiet_place(folder: Path, *, cache: bool = True) -> Iterator[dict[str, str]]:
-    """A place of its own to work in: the current folder and the cache; servers end as soon as they listen, and
-    simulated fleets serve few requests."""
+def isolated_folder(folder: Path, *, cache: bool = True) -> Iterator[dict[str, str]]:
+    """A separate working folder and cache. Servers return at once, and simulated fleets serve few requests."""
     place = {"HEADSTART_CACHE": str(folder / "cache")} if cache else {}
     paths = make_paths(folder)
     before = Path.cwd()

@@ -1,4 +1,4 @@
-"""`headstart chat` at a terminal (a pseudo-terminal): Ctrl-C, pasted text."""
+"""`headstart chat` at a pseudo-terminal: signals, pasted text, line wrapping, history."""
 
 import fcntl
 import os
@@ -51,7 +51,7 @@ sys.exit(main(["chat"]))
 
 
 class Terminal:
-    """A chat at a pseudo-terminal: what is typed, and what is shown."""
+    """A chat process at a pseudo-terminal."""
 
     def __init__(self, cache: Path, columns: int = 80) -> None:
         self.main, side = pty.openpty()
@@ -70,13 +70,13 @@ class Terminal:
         os.write(self.main, text.encode())
 
     def press_ctrl_c(self) -> None:
-        """Once the chat sleeps: a signal between the prompt and the reading of a line waits for the next key."""
+        """Waits until the chat sleeps: a signal between the prompt and readline would wait for the next key."""
         state = Path(f"/proc/{self.process.pid}/stat")
         until(lambda: state.read_text().rpartition(")")[2].split()[0] == "S")
         self.type("\x03")
 
     def wait_for(self, text: str, seconds: float = PATIENCE) -> str:
-        """What is shown until `text` is, which is taken away."""
+        """Waits for `text`; returns the output before it and drops both."""
         end = time.monotonic() + seconds
         while text not in self.shown:
             assert time.monotonic() < end, f"{text!r} is not in {self.shown!r}"
@@ -87,12 +87,12 @@ class Terminal:
 
 
 def _own_terminal() -> None:
-    """Ctrl-C comes from the terminal that controls the process."""
+    """Makes stdin the controlling terminal: Ctrl-C comes from there."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
 @contextmanager
-def talking(cache: Path, columns: int = 80) -> Iterator[Terminal]:
+def open_chat(cache: Path, columns: int = 80) -> Iterator[Terminal]:
     chat = Terminal(cache, columns)
     chat.wait_for("> ")
     yield chat
@@ -103,13 +103,13 @@ def talking(cache: Path, columns: int = 80) -> Iterator[Terminal]:
 
 @pytest.fixture
 def terminal(tmp_path: Path) -> Iterator[Terminal]:
-    with talking(tmp_path) as chat:
+    with open_chat(tmp_path) as chat:
         yield chat
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_to_end_ends_the_chat(terminal: Terminal, number: signal.Signals) -> None:
+def test_termination_signals_end_the_chat(terminal: Terminal, number: signal.Signals) -> None:
     terminal.type("Hello\r")
     terminal.wait_for("blue.")
     terminal.wait_for("> ")
@@ -119,7 +119,7 @@ def test_a_signal_to_end_ends_the_chat(terminal: Terminal, number: signal.Signal
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_an_answer_and_not_the_chat(terminal: Terminal) -> None:
+def test_ctrl_c_stops_the_answer_but_not_the_chat(terminal: Terminal) -> None:
     terminal.type("slowly, please\r")
     terminal.wait_for("The sky is The sky ")
     terminal.type("\x03")
@@ -163,7 +163,7 @@ def test_pasted_lines_are_one_turn(terminal: Terminal, paste: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_text_in_quotes_and_what_was_typed_before(terminal: Terminal, tmp_path: Path) -> None:
+def test_multi_line_input_and_private_history_file(terminal: Terminal, tmp_path: Path) -> None:
     for line in ('"""one', "two", "", 'three"""'):
         terminal.type(f"{line}\r")
         if not line.endswith('"""'):
@@ -177,19 +177,19 @@ def test_a_text_in_quotes_and_what_was_typed_before(terminal: Terminal, tmp_path
 
 
 @pytest.mark.slow
-def test_lines_end_between_words(tmp_path: Path) -> None:
-    with talking(tmp_path, columns=24) as terminal:
+def test_answers_wrap_between_words(tmp_path: Path) -> None:
+    with open_chat(tmp_path, columns=24) as terminal:
         terminal.type("slowly, please\r")
         terminal.wait_for("please'>")
         lines = terminal.wait_for("blue.").split("\r\n")[1:-1]
     assert len(lines) > 50
-    assert {len(line) for line in lines} <= {18, 21, 22, 24}  # as many whole words as there is room for
+    assert {len(line) for line in lines} <= {18, 21, 22, 24}  # whole words only
     assert {word for line in lines for word in line.split(" ")} == {"The", "sky", "is"}
 
 
 @pytest.mark.slow
-def test_another_answer_and_the_lines_of_an_earlier_conversation(tmp_path: Path) -> None:
-    with talking(tmp_path) as terminal:
+def test_regenerate_and_history_of_an_earlier_chat(tmp_path: Path) -> None:
+    with open_chat(tmp_path) as terminal:
         terminal.type("/set temperature 0.7\r")
         terminal.wait_for("> ")
         for line in ("Why, then?", "/regenerate"):
@@ -198,7 +198,7 @@ def test_another_answer_and_the_lines_of_an_earlier_conversation(tmp_path: Path)
             terminal.wait_for("> ")
         terminal.type("/exit\r")
         assert terminal.process.wait(PATIENCE) == 0
-    with talking(tmp_path) as terminal:
+    with open_chat(tmp_path) as terminal:
         terminal.type("\x1b[A" * 3)  # up, beyond the two commands
         terminal.wait_for("Why, then?")
         terminal.type("\r")

@@ -1,4 +1,4 @@
-"""Commands with a fake LLM: what they ask for, what they print, how they exit."""
+"""Commands with a fake LLM: requests, output, exit codes."""
 
 import io
 import json
@@ -33,19 +33,19 @@ def test_generate_streams_text_to_stdout_and_a_summary_to_stderr(fake_llm: Any, 
     (["serve", "--keep-alive", "soon"], "--keep-alive is 'soon'"),
     (["verify", "--depths", "1,x"], "--depths is '1,x'"),
 ])  # fmt: skip
-def test_a_wrong_value_is_said_under_its_own_name(command: list[str], message: str, capsys: Capture) -> None:
+def test_error_of_a_wrong_value_names_its_option(command: list[str], message: str, capsys: Capture) -> None:
     assert main(command) == 2
     assert message in error_lines(capsys)[0]
 
 
-def test_generate_takes_what_the_model_recommends(fake_llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_uses_the_recommended_sampling(fake_llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake_llm, "recommended", {"temperature": 0.6, "top_p": 0.9}, raising=False)
     assert main(["generate", "--prompt", "Why?", "--top-p", "1"]) == 0
     ((_, params, *_),) = fake_llm.asked
     assert (params.temperature, params.top_p) == (0.6, 1.0)
 
 
-def test_generate_json_is_one_document_of_the_promised_shape(fake_llm: Any, capsys: Capture) -> None:
+def test_generate_json_has_the_documented_shape(fake_llm: Any, capsys: Capture) -> None:
     assert main(["generate", "--prompt", "Why?", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document == {
@@ -77,7 +77,7 @@ def test_generate_json_with_choices_and_logprobs(fake_llm: Any, capsys: Capture)
     assert document["logprobs"][0] == {"token": 0, "logprob": -0.5, "top": [[0, -0.5]]}
 
 
-def test_json_from_the_environment_is_that_of_the_option(
+def test_json_is_set_by_the_environment(
     fake_llm: Any, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for value, is_json in (("1", True), ("0", False)):
@@ -86,7 +86,7 @@ def test_json_from_the_environment_is_that_of_the_option(
         assert capsys.readouterr().out.startswith('{\n  "error":') == is_json
 
 
-def test_json_of_an_error_is_one_document(fake_llm: Any, capsys: Capture) -> None:
+def test_errors_with_json_are_one_document(fake_llm: Any, capsys: Capture) -> None:
     for words in (["--prompt", "a", "--top-p", "2"], ["--prompt", "a", "--no-such"]):
         assert main(["generate", "--json", *words]) == 2
         captured = capsys.readouterr()
@@ -94,7 +94,7 @@ def test_json_of_an_error_is_one_document(fake_llm: Any, capsys: Capture) -> Non
         assert captured.err == f"headstart: error: {error['message']}\nhint: {error['hint']}\n"
 
 
-def test_an_engine_names_a_sampling_parameter_by_its_flag(capsys: Capture) -> None:
+def test_engine_errors_name_the_flag(capsys: Capture) -> None:
     assert main(["generate", "--prompt", "a", "--threads", "1", "--stop-token-id", "999999"]) == 2
     assert "error: --stop-token-id names token 999999, but ids end at" in capsys.readouterr().err
 
@@ -104,7 +104,7 @@ def test_generate_prints_a_summary_of_each_choice(fake_llm: Any, capsys: Capture
     assert capsys.readouterr().err.count("4 tokens, 30.0 tokens/s") == 2
 
 
-def test_logprobs_need_json(fake_llm: Any, capsys: Capture) -> None:
+def test_logprobs_require_json(fake_llm: Any, capsys: Capture) -> None:
     assert main(["generate", "-p", "Why?", "--logprobs", "1"]) == 2
     assert error_lines(capsys) == [
         "headstart: error: --logprobs is given, but only the JSON document has them", "hint: add --json",
@@ -112,13 +112,13 @@ def test_logprobs_need_json(fake_llm: Any, capsys: Capture) -> None:
     assert not fake_llm.asked
 
 
-def test_a_text_that_a_limit_ended_is_reported(fake_llm: Any, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_truncated_text_is_reported(fake_llm: Any, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.setattr("headstart.api.Completion.is_truncated", True)
     assert main(["generate", "-p", "Why?"]) == 0
     assert capsys.readouterr().err.endswith(", cut off by max_tokens or the context length\n")
 
 
-def test_prompt_comes_from_a_file_or_stdin(
+def test_prompt_from_a_file_or_stdin(
     fake_llm: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     (tmp_path / "prompt.txt").write_text("from a file")
@@ -144,7 +144,7 @@ def test_prompt_comes_from_a_file_or_stdin(
         ),
     ],
 )
-def test_engine_options_make_the_config(
+def test_engine_options_set_the_config(
     fake_llm: Any, options: list[str], expected: dict[str, Any], capsys: Capture
 ) -> None:
     assert main(["generate", "-p", "Why?", *options]) == 0
@@ -176,7 +176,7 @@ def test_engine_options_make_the_config(
         (["--prompt", "a", "--image", __file__], "test_commands.py: the image cannot be read: it is no image"),
     ],
 )
-def test_bad_input_is_one_line_with_exit_code_2(
+def test_invalid_input_has_a_one_line_error_and_exit_code_2(
     fake_llm: Any, options: list[str], message: str, capsys: Capture
 ) -> None:
     assert main(["generate", *options]) == 2
@@ -187,11 +187,11 @@ def test_bad_input_is_one_line_with_exit_code_2(
     assert all(line.startswith("hint: ") for line in lines[1:])
 
 
-def test_beside_a_prompt_a_name_with_a_space_is_a_model(fake_llm: Any) -> None:
+def test_model_name_with_a_space_is_accepted_with_prompt(fake_llm: Any) -> None:
     assert main(["generate", "./my model", "--prompt", "a"]) == 0
 
 
-def test_a_bug_is_one_line_with_exit_code_3(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_internal_error_has_one_line_and_exit_code_3(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     def broken(*_: Any) -> None:
         raise ZeroDivisionError("oops")
 
@@ -213,7 +213,7 @@ def test_ctrl_c_exits_130(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> N
     assert error_lines(capsys) == ["headstart: error: interrupted"]
 
 
-def test_chat_keeps_the_conversation(fake_llm: Any, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_chat_sends_the_whole_conversation(fake_llm: Any, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     lines = ["Hello", "", "And?", "/what", "way too long", "/reset", "New", "/exit", "never"]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
     assert main(["chat", "--system", "Be brief."]) == 0
@@ -231,7 +231,7 @@ def test_chat_keeps_the_conversation(fake_llm: Any, monkeypatch: pytest.MonkeyPa
     assert "the context is 2048" in captured.err
 
 
-def test_chat_takes_the_recommended_sampling(fake_llm: Any, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_chat_uses_the_recommended_sampling(fake_llm: Any, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.setattr(fake_llm, "chat_sampling", {"temperature": 0.2, "top_p": 0.9})
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello"))
     assert main(["chat", "--top-p", "0.5"]) == 0
@@ -248,10 +248,10 @@ def test_chat_takes_the_recommended_sampling(fake_llm: Any, monkeypatch: pytest.
     "graft model --strip --out {file}/model", "serve --record {file}/records", "bench --modes fast",
     "bench --workload nonsense", "tune --workload nonsense",
 ])  # fmt: skip
-def test_long_commands_check_their_files_first(
+def test_long_commands_check_their_files_before_loading(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    """Before a model is loaded, and before torch is imported."""
+    """Neither a model is loaded nor torch imported."""
     monkeypatch.chdir(tmp_path)
     for module in ("api.llm", "tools.bench.inprocess", "tools.bench.step", "tools.tune", "engine.load"):
         # engine.load last: a module that is imported here must not keep the patch.
@@ -275,7 +275,7 @@ def test_chat_without_a_template_continues_the_text(
     assert capsys.readouterr().err.count("has no chat template: it continues your text") == 1
 
 
-def test_a_template_by_name_makes_turns(fake_llm: Any, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_chat_template_by_name(fake_llm: Any, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     def use(self: Any, template: Any) -> None:
         self.has_chat_template, self.turn_end = True, (template.turn_end,)
 
@@ -295,7 +295,7 @@ def chat(monkeypatch: pytest.MonkeyPatch, *lines: str) -> int:
     return main(["chat", "--temperature", "0.7"])
 
 
-def test_chat_saves_loads_and_answers_again(
+def test_chat_saves_loads_and_regenerates(
     fake_llm: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture
 ) -> None:
     file = str(tmp_path / "talk.json")
@@ -310,8 +310,8 @@ def test_chat_saves_loads_and_answers_again(
     assert [params.max_tokens for _, params, *_ in fake_llm.asked] == [9, 9, 9]
 
 
-def test_images(fake_llm: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture) -> None:
-    """In chat they go with the next text, are saved and loaded, and may be pasted paths."""
+def test_image_arguments(fake_llm: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Capture) -> None:
+    """In chat, images are added by /image or a pasted path, sent with the next message, saved and loaded."""
     files = [tmp_path / "a cat.png", tmp_path / "dog.bmp"]
     for width, file in enumerate(files, 1):
         Image.new("RGB", (width, 1)).save(file)
@@ -343,7 +343,7 @@ def test_images(fake_llm: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, 
     ("/load none.json", "cannot read none.json"), ("/load bad.json", "bad.json holds no conversation"),
     ("/load role.json", "has a role other than"),
 ])  # fmt: skip
-def test_what_chat_does_not_do(
+def test_invalid_chat_commands_have_a_message(
     fake_llm: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, line: str, message: str, capsys: Capture
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -354,7 +354,7 @@ def test_what_chat_does_not_do(
     assert len(fake_llm.asked) == 1
 
 
-def test_doctor(capsys: Capture) -> None:
+def test_doctor_shows_backend_and_threads(capsys: Capture) -> None:
     assert main(["doctor", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["backend"]["name"] in ("native", "reference")
@@ -381,7 +381,7 @@ def test_serve_reads_tls_files_before_the_model(tmp_path: Path, capsys: Capture)
         ("chat", "n logprobs"),
     ],
 )  # fmt: skip
-def test_help_has_no_option_that_the_command_refuses(
+def test_help_omits_unsupported_options(
     command: str, refused: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*command.split(), "--help-all"]) == 0

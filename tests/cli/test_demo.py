@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-import headstart.tools.demo  # noqa: F401  # before a fake takes LLM's place: the name would keep it
+import headstart.tools.demo  # noqa: F401  # imported before LLM is replaced, or its name would keep the fake
 from headstart.cli.main import main
 
 Capture = pytest.CaptureFixture[str]
@@ -17,7 +17,7 @@ def fake_demo(fake_llm: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return fake_llm
 
 
-def test_same_text(fake_demo: Any, capsys: Capture) -> None:
+def test_identical_texts_exit_0(fake_demo: Any, capsys: Capture) -> None:
     assert main(["demo"]) == 0
     shown = capsys.readouterr().out
     assert "identical 8/8" in shown
@@ -26,7 +26,7 @@ def test_same_text(fake_demo: Any, capsys: Capture) -> None:
     assert [depth for *_, depth in asked[:6]] == [0, None, None, 0, 0, None], "off and on take turns in going first"
 
 
-def test_different_text_fails(fake_demo: Any, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_different_texts_exit_1(fake_demo: Any, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.setattr(fake_demo, "differs", True)
     assert main(["demo", "--json"]) == 1
     document = json.loads(capsys.readouterr().out)
@@ -34,12 +34,12 @@ def test_different_text_fails(fake_demo: Any, monkeypatch: pytest.MonkeyPatch, c
     assert {row["first_difference"] for row in document["prompts"]} == {3}
 
 
-def test_drafting_switched_off_is_refused(capsys: Capture) -> None:
+def test_disabled_drafting_is_refused(capsys: Capture) -> None:
     assert main(["demo", "--no-mtp"]) == 2
     assert "switched off" in capsys.readouterr().err
 
 
-def test_a_narrow_terminal_gets_every_number(fake_demo: Any, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_narrow_terminal_shows_every_number(fake_demo: Any, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     assert main(["demo"]) == 0
     wide = capsys.readouterr().out

@@ -1,5 +1,5 @@
-"""Every command line that README.md, the quick start, the cookbook and `--help` show is run as it stands: with tiny
-models in the places of those that it names, and with less work. Nothing but a server may be missing."""
+"""Command lines of README.md, the quick start, the cookbook and `--help` run with tiny models and less work. Lines that
+need a server may fail with exit code 2."""
 
 import re
 import shlex
@@ -9,12 +9,12 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from first_minute import SMALL, commands, quiet_place, run
+from first_minute import SMALL, commands, isolated_folder, run
 from tiny_models import write_tiny
 
 from headstart.cli.app import application
 
-pytestmark = pytest.mark.slow  # with all its lines
+pytestmark = pytest.mark.slow  # many command lines
 ROOT = Path(__file__).parents[2]
 GUIDES = tuple(ROOT / "docs" / f"{name}.md" for name in ("commands", "quickstart"))
 DOCUMENTS = (ROOT / "README.md", *GUIDES, *sorted((ROOT / "docs" / "cookbook").glob("*.md")))
@@ -59,10 +59,10 @@ LINES = dict.fromkeys(
 
 
 @pytest.fixture(scope="module", autouse=True)
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A folder with what the examples name; a tiny model is the default one."""
+def example_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A folder with the files that the examples name; the default model is a tiny one."""
     folder = tmp_path_factory.mktemp("examples")
-    with quiet_place(folder) as paths, mock.patch("headstart.hub.DEFAULT_MODEL", paths["MODEL"]):
+    with isolated_folder(folder) as paths, mock.patch("headstart.hub.DEFAULT_MODEL", paths["MODEL"]):
         for name in MODELS:
             shutil.copytree(paths["MODEL"], name)
         for name in ("models/a", "models/b"):
@@ -86,28 +86,28 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("line", LINES)
-def test_example(line: str) -> None:
+def test_example_line_runs(line: str) -> None:
     before, _, piped = line.rpartition("| ")
     words = shlex.split(piped)[1:]
-    words = _made_little([LESS.get(flag, word) for flag, word in zip(["", *words], words, strict=False)])
+    words = _with_little_work([LESS.get(flag, word) for flag, word in zip(["", *words], words, strict=False)])
     if "--url" not in line and any(part in line for part in ONLY_READ):
         words = [word for word in words if word != "--json"] + ["--help"]
     else:
-        _make_way(words)
+        _remove_outputs(words)
     outcome = run(tuple(words), stdin=before)
     assert not outcome.faults(), outcome.shown()
     assert outcome.code in ((2,) if any(part in line for part in NO_SERVER) else (0, 1)), outcome.shown()
 
 
-def _make_way(words: list[str]) -> None:
+def _remove_outputs(words: list[str]) -> None:
     for flag in ("-o", "--out", "--report"):
         if flag in words and (path := Path(words[words.index(flag) + 1])).exists():
             assert path.parts[0] not in ("/", ".."), "only what an example before has made"
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _made_little(words: list[str]) -> list[str]:
-    """With the options of the command's small run that the line does not give itself."""
+def _with_little_work(words: list[str]) -> list[str]:
+    """Adds the options of LITTLE that the line does not set."""
     name = words[0] if words[0] != "bench" else "bench step" if words[1:2] == ["step"] else "bench run"
     if {"--compare", "--url", "--translate", "--prompt-file"} & set(words):
         return words
@@ -116,14 +116,14 @@ def _made_little(words: list[str]) -> list[str]:
         groups = [*groups, [word]] if word.startswith("--") else [*groups[:-1], [*groups[-1], word]]
     if "--engine" in words:
         groups = []
-    if {"--transcript", "--against"} & set(words):  # of texts in one company
+    if {"--transcript", "--against"} & set(words):  # transcripts accept few other options
         groups = [group for group in groups if group[0] == "--max-tokens"]
     more = [word for group in groups if group[0] not in words for word in group]
     end = words.index("--") if "--" in words else len(words)
     return [*words[:end], *more, *words[end:]]
 
 
-def test_the_python_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
+def test_python_code_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = re.findall(r"^```python\n(.*?)^```", DOCUMENTS[0].read_text("utf-8"), re.MULTILINE | re.DOTALL)
     exec(compile(code, "README.md", "exec"), {})
     assert capsys.readouterr().out

@@ -1,5 +1,5 @@
-"""The first minute of a newcomer: whatever is typed, wherever it runs, a command ends with 0, 1 (a verdict), 2 or 130,
-without a trace, and its last line says what to do. `first_minute.py` has the parts."""
+"""Robustness of commands: for any input and environment the exit code is 0, 1, 2 or 130, there is no traceback, and an
+error ends with a hint. `first_minute.py` has the command lines and checks."""
 
 import io
 import os
@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import IO
 
 import pytest
-from first_minute import HELP, SMALL, Outcome, commands, endless, forget_output, quiet_place, run, wrong_lines
+from first_minute import HELP, SMALL, Outcome, commands, endless, forget_output, isolated_folder, run, wrong_lines
 from support import PATIENCE
 
-pytestmark = pytest.mark.slow  # with all its cases
+pytestmark = pytest.mark.slow  # many cases
 Paths = dict[str, str]
 ONE_IN = 83
 """Of the command lines with a wrong value, the suite takes one in so many; --fuzz takes more."""
@@ -28,7 +28,7 @@ QUICK = tuple(name for name in SMALL if name not in SLOW)
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Paths]:
-    with quiet_place(tmp_path_factory.mktemp("first-minute")) as names:
+    with isolated_folder(tmp_path_factory.mktemp("first-minute")) as names:
         yield names
 
 
@@ -47,16 +47,16 @@ def test_every_command_has_a_small_run() -> None:
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_small_run(name: str, paths: Paths) -> None:
+def test_small_run_has_the_expected_exit_code(name: str, paths: Paths) -> None:
     expect(run(small(name, paths)), 2 if name in REFUSED else 0)
 
 
 @pytest.mark.parametrize("name", [name for name in QUICK if name not in ("chat", "serve", "train")])
-def test_json(name: str, paths: Paths) -> None:
+def test_json_output_is_one_document(name: str, paths: Paths) -> None:
     expect(run(small(name, paths, "--json")), 0, 1, 2)
 
 
-def test_wrong_values(paths: Paths, fuzz: int) -> None:
+def test_wrong_values_have_clear_errors(paths: Paths, fuzz: int) -> None:
     lines = [words for words in wrong_lines(paths) if words[0] != "tune" and words[1] != "step" and not endless(words)]
     found = []
     for words in lines[:: max(ONE_IN // fuzz, 1)]:
@@ -68,7 +68,7 @@ def test_wrong_values(paths: Paths, fuzz: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "bench", *SMALL])
-def test_help_fits_the_terminal_and_speaks_to_people(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_fits_the_terminal_and_has_examples(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for columns in (40, 80, 200):
         monkeypatch.setenv("COLUMNS", str(columns))
         texts = [run((*name.split(), flag)) for flag in HELP]
@@ -89,8 +89,8 @@ def test_help_keeps_square_brackets() -> None:
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_nobody_reads(name: str, paths: Paths) -> None:
-    """`headstart ... | true`: what was asked is done, and the exit code says how it went."""
+def test_closed_pipe_behind_stdout(name: str, paths: Paths) -> None:
+    """`headstart ... | true` does its work and has its usual exit code."""
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as broken:
@@ -99,7 +99,7 @@ def test_nobody_reads(name: str, paths: Paths) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in QUICK if name not in ("serve", "chat", *REFUSED)])
-def test_a_full_disk_behind_stdout(name: str, paths: Paths) -> None:
+def test_full_disk_behind_stdout_is_reported(name: str, paths: Paths) -> None:
     with Path("/dev/full").open("w") as full:
         outcome = run(small(name, paths), stdout=full)
     expect(outcome, 2)
@@ -107,34 +107,34 @@ def test_a_full_disk_behind_stdout(name: str, paths: Paths) -> None:
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_no_argument(name: str, paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is required is said; the rest has defaults (the default model a tiny one here, and the work a little)."""
+def test_commands_without_arguments(name: str, paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Required arguments are named; others have defaults. The default model is tiny here and long work is interrupt."""
     monkeypatch.setattr("headstart.hub.DEFAULT_MODEL", paths["MODEL"])
     if name in ("demo", "verify", "tune", "plan", "bench run", "bench step"):  # minutes
         module = f"headstart.tools.{name.replace(' run', '.run').replace(' ', '.')}"
         module += "" if name in ("demo", "tune", "bench run", "bench step") else ".run"
-        monkeypatch.setattr(f"{module}.run", stopped)
+        monkeypatch.setattr(f"{module}.run", interrupt)
     expect(run(tuple(name.split())), 0, 2, 130)
 
 
-def stopped(*_: object) -> None:
+def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("name", [name for name in QUICK if name not in (*REFUSED, "export", "train")])
-def test_a_home_that_cannot_be_written(name: str, paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_home_is_no_error(name: str, paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
     place = "/proc/nowhere" if len(name) % 2 else "/dev/null/below"
     for variable in ("HOME", "HEADSTART_CACHE", "XDG_CACHE_HOME", "HF_HOME"):
         monkeypatch.setenv(variable, place)
     expect(run(small(name, paths)), 0)
 
 
-def test_the_default_model_without_a_place_for_it(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_model_with_an_unwritable_cache_is_an_error(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADSTART_CACHE", "/dev/null/below")
     expect(run(("generate", "--prompt", "Hi")), 2)
 
 
-# Processes of their own: what signals, streams and limits of the system do.
+# Separate processes: signals, streams and system limits.
 
 
 def start(*words: str, program: tuple[str, ...] = ("-m", "headstart"), **more: object) -> subprocess.Popen[str]:
@@ -142,7 +142,7 @@ def start(*words: str, program: tuple[str, ...] = ("-m", "headstart"), **more: o
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more)  # type: ignore[call-overload, no-any-return]
 
 
-def ended(process: subprocess.Popen[str], words: tuple[str, ...]) -> Outcome:
+def wait_outcome(process: subprocess.Popen[str], words: tuple[str, ...]) -> Outcome:
     out, err = process.communicate(timeout=PATIENCE)
     return Outcome(words, process.returncode, out, err)
 
@@ -157,32 +157,32 @@ PROGRAM = "import sys; print(flush=True); from headstart.cli.main import main; s
 
 
 @pytest.mark.parametrize("seconds", [0.1, 0.2, 0.4, 0.7])
-def test_ctrl_c_while_it_starts(seconds: float, paths: Paths) -> None:
+def test_ctrl_c_during_start(seconds: float, paths: Paths) -> None:
     words = ("generate", paths["MODEL"], "--prompt", "Hi", "--max-tokens", "400", "--ignore-eos")
     process = start(*words, program=("-c", PROGRAM))
     wait_for_text(process.stdout)
     time.sleep(seconds)
     process.send_signal(signal.SIGINT)
-    expect(ended(process, words), 0, 130)
+    expect(wait_outcome(process, words), 0, 130)
 
 
-def test_ctrl_c_in_an_answer(paths: Paths) -> None:
+def test_ctrl_c_during_an_answer(paths: Paths) -> None:
     words = ("generate", paths["MODEL"], "--prompt", "Hi", "--max-tokens", "480", "--ignore-eos", "--no-mtp")
     process = start(*words)
     wait_for_text(process.stdout)
     process.send_signal(signal.SIGINT)
-    outcome = ended(process, words)
+    outcome = wait_outcome(process, words)
     expect(outcome, 130)
     assert outcome.err == "headstart: error: interrupted\n"
 
 
-def test_streams_that_are_closed() -> None:
+def test_closed_standard_streams() -> None:
     command = f"{sys.executable} -m headstart doctor <&- >&- 2>&-"
     assert subprocess.run(["bash", "-c", command], check=False).returncode == 0
 
 
-def test_a_limit_on_the_size_of_files(paths: Paths, tmp_path: Path) -> None:
-    """As on a full disk, but for everything that is written."""
+def test_file_size_limit_is_reported(paths: Paths, tmp_path: Path) -> None:
+    """Every written file is limited, as on a full disk. No partial output stays."""
     words = ("export", paths["MODEL"], "--to", "vllm-mimo", "--out", str(tmp_path / "out"))
     command = f"ulimit -f 1; exec {sys.executable} -m headstart {' '.join(words)}"
     done = subprocess.run(["bash", "-c", command], check=False, capture_output=True, text=True)
@@ -190,7 +190,7 @@ def test_a_limit_on_the_size_of_files(paths: Paths, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_stdout_without_utf8() -> None:
+def test_ascii_stdout() -> None:
     environment = os.environ | {"PYTHONIOENCODING": "ascii"}
     command = [sys.executable, "-m", "headstart", "plan", "deepseek-v4", "--gpu", "h200x8"]
     done = subprocess.run(command, env=environment, capture_output=True, check=False)
@@ -199,8 +199,8 @@ def test_a_stdout_without_utf8() -> None:
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
-def test_a_stdin_of_other_bytes(paths: Paths, command: str) -> None:
-    """PYTHONIOENCODING stands for a locale such as en_US.UTF-8."""
+def test_stdin_that_is_not_utf8(paths: Paths, command: str) -> None:
+    """PYTHONIOENCODING simulates a locale such as en_US.UTF-8."""
     words = (command, paths["MODEL"], "--max-tokens", "8", "--threads", "1")
     environment = os.environ | {"PYTHONIOENCODING": "utf-8:strict"}
     outcomes = []
@@ -215,13 +215,13 @@ def test_a_stdin_of_other_bytes(paths: Paths, command: str) -> None:
     assert outcomes[1].out == outcomes[2].out
 
 
-def test_in_process_streams_are_left_alone() -> None:
+def test_streams_stay_open_after_a_command_in_process() -> None:
     stream = io.TextIOWrapper(io.BytesIO(), "utf-8")
     expect(run(("--version",), stdout=stream), 0)
     stream.write("still open")
 
 
-def test_an_empty_key_opens_no_server(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_empty_api_key_is_refused(paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "--api-key is empty" in run(("serve", paths["MODEL"], "--api-key", "")).err
     monkeypatch.setenv("HEADSTART_API_KEY", "")
     outcome = run(("serve", paths["MODEL"], "--port", "0"))

@@ -1,4 +1,4 @@
-"""Commands and flags of other programs: a hint says what to type here."""
+"""Commands and flags of other programs have a hint with headstart's own."""
 
 import shlex
 
@@ -56,13 +56,13 @@ from headstart.cli import foreign_flags
         ("probe", "URL is missing", "for example: headstart probe http://localhost:8000"),
     ],
 )  # fmt: skip
-def test_hint(line: str, message: str, hint: str) -> None:
+def test_foreign_flag_has_a_hint(line: str, message: str, hint: str) -> None:
     outcome = run(tuple(shlex.split(line)))
     assert (outcome.code, outcome.out) == (2, "")
     assert outcome.err.splitlines() == [f"headstart: error: {message}", f"hint: {hint}"]
 
 
-def test_ours_are_options_and_commands() -> None:
+def test_table_of_foreign_flags_names_existing_options() -> None:
     known = {flag for command in commands().values() for flag in command.flags}
     assert foreign_flags.OPTIONS.keys() - known == {foreign_flags.MODEL}
     assert not foreign_flags.COMMANDS.keys() & {name.partition(" ")[0] for name in commands()}

@@ -1,4 +1,4 @@
-"""headstart models and pull, with a cache of their own and a Hub on this machine."""
+"""headstart models and pull, with a separate cache and a local Hub server."""
 
 import json
 import os
@@ -29,15 +29,15 @@ PIECE = 10 * 2**20
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of the Hub's client, and an empty one of ours."""
+    """Empty caches of the Hub's client and of headstart."""
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "own"))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.chdir(tmp_path)
     return tmp_path / "hub"
 
 
-def keep(cache: Path, name: str, model: Path, commit: str = COMMIT) -> Path:
-    """A repo as the Hub's client keeps it."""
+def add_to_cache(cache: Path, name: str, model: Path, commit: str = COMMIT) -> Path:
+    """Copies a model into the cache in the layout of the Hub's client."""
     folder = cache / f"models--{name.replace('/', '--')}"
     shutil.copytree(model, folder / "snapshots" / commit)
     (folder / "refs").mkdir()
@@ -48,8 +48,8 @@ def keep(cache: Path, name: str, model: Path, commit: str = COMMIT) -> Path:
 def test_models_are_listed_and_removed(cache: Path, tmp_path: Path, capsys: Capture) -> None:
     assert main(["models"]) == 0
     assert "none yet" in capsys.readouterr().out
-    kept = keep(cache, REPO, write_tiny("mimo", tmp_path / "mimo"))
-    other = keep(cache, "org/half", write_tiny("llama", tmp_path / "llama"), "1" * 40)
+    kept = add_to_cache(cache, REPO, write_tiny("mimo", tmp_path / "mimo"))
+    other = add_to_cache(cache, "org/half", write_tiny("llama", tmp_path / "llama"), "1" * 40)
     (other / "snapshots" / ("1" * 40) / "model.safetensors").unlink()
     assert main(["models", "--json"]) == 0
     half, whole = json.loads(capsys.readouterr().out)["models"]
@@ -68,7 +68,7 @@ def test_models_are_listed_and_removed(cache: Path, tmp_path: Path, capsys: Capt
     assert not kept.exists() and other.exists()
 
 
-def test_what_can_be_made_anew_is_counted_and_pruned(cache: Path, capsys: Capture) -> None:
+def test_derived_files_are_counted_and_pruned(cache: Path, capsys: Capture) -> None:
     own = cache.with_name("own")
     for folder in ("packed", "costs", "tuned"):
         (own / folder).mkdir(parents=True)
@@ -90,7 +90,7 @@ def test_published_models_have_short_names(cache: Path, monkeypatch: pytest.Monk
     rows = json.loads(capsys.readouterr().out)["models"]
     assert all(0 < each["bytes"] < each["memory"] and each["drafts"] == "mtp" for each in rows)
     small = next(each for each in rows if each["name"] == "qwen3.5-0.8b")
-    assert 1.4e9 < small["bytes"] < 1.6e9  # 0.75 billion weights of the text part
+    assert 1.4e9 < small["bytes"] < 1.6e9  # 0.75 billion parameters without the vision tower
     assert main(["models", "--available"]) == 0
     assert "qwen3.5-4b 1.71x: MTPLX, M5 Max" in capsys.readouterr().out
     asked: list[hub.Repo] = []
@@ -100,16 +100,15 @@ def test_published_models_have_short_names(cache: Path, monkeypatch: pytest.Monk
         assert hub.is_repo(each["name"])
         assert hub.resolve(each["name"]) == cache
     assert asked == [hub.Repo(each["repo"]) for each in rows]
-    Path(cache.parent, "mimo-7b").mkdir()  # a folder of this name comes first
+    Path(cache.parent, "mimo-7b").mkdir()  # a local folder takes precedence
     assert hub.resolve("mimo-7b") == Path("mimo-7b")
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves one repo; the first answers with its weights break off after `cut` bytes each, or `hang` there until the
-    server ends."""
+    """Serves one repo. The first `breaks` responses with weights end after `cut` bytes, or wait there for `hang`."""
 
     def __init__(self, folder: Path, cut: int, breaks: int) -> None:
-        super().__init__(("127.0.0.1", 0), Answers)
+        super().__init__(("127.0.0.1", 0), HubHandler)
         self.folder, self.cut, self.breaks = folder, cut, breaks
         self.hang: threading.Event | None = None
         self.asked: list[tuple[str, str]] = []
@@ -119,11 +118,11 @@ class Hub(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
 
-class Answers(BaseHTTPRequestHandler):
+class HubHandler(BaseHTTPRequestHandler):
     server: Hub
 
     def log_message(self, *_: Any) -> None:
-        """Quiet."""
+        """No log."""
 
     def do_HEAD(self) -> None:
         self._answer(body=False)
@@ -172,7 +171,7 @@ class Answers(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def hub_here(tmp_path: Path) -> Iterator[Hub]:
+def local_hub(tmp_path: Path) -> Iterator[Hub]:
     folder = write_tiny("mimo", tmp_path / "published")
     (folder / "model.safetensors").write_bytes(bytes(range(256)) * (PIECE // 128))
     with Hub(folder, PIECE + 1000, 1) as server:
@@ -198,48 +197,48 @@ def pull(hub: Hub, home: Path) -> Path:
     return Path(json.loads(done.stdout)["path"])
 
 
-@pytest.mark.slow  # processes; and the Hub's client waits a second before it goes on
-def test_a_download_that_breaks_off_goes_on_where_it_was(hub_here: Hub, tmp_path: Path) -> None:
-    found = pull(hub_here, tmp_path / "home")
-    assert (found / "model.safetensors").read_bytes() == (hub_here.folder / "model.safetensors").read_bytes()
-    assert [asked for name, asked in hub_here.asked if name == "model.safetensors"] == ["", f"bytes={PIECE}-"]
-    hub_here.asked.clear()
-    assert pull(hub_here, tmp_path / "home") == found
-    assert hub_here.asked == []  # everything is there
+@pytest.mark.slow  # processes; the Hub's client waits a second before it resumes
+def test_interrupted_download_resumes(local_hub: Hub, tmp_path: Path) -> None:
+    found = pull(local_hub, tmp_path / "home")
+    assert (found / "model.safetensors").read_bytes() == (local_hub.folder / "model.safetensors").read_bytes()
+    assert [asked for name, asked in local_hub.asked if name == "model.safetensors"] == ["", f"bytes={PIECE}-"]
+    local_hub.asked.clear()
+    assert pull(local_hub, tmp_path / "home") == found
+    assert local_hub.asked == []  # all files are cached
 
 
 @pytest.mark.slow
-def test_a_download_that_is_killed_goes_on_where_it_was(hub_here: Hub, tmp_path: Path) -> None:
-    hub_here.hang = threading.Event()
-    with subprocess.Popen(PULL, env=environment(hub_here, tmp_path / "home"), stderr=subprocess.DEVNULL) as first:
+def test_killed_download_resumes(local_hub: Hub, tmp_path: Path) -> None:
+    local_hub.hang = threading.Event()
+    with subprocess.Popen(PULL, env=environment(local_hub, tmp_path / "home"), stderr=subprocess.DEVNULL) as first:
         while not any(path.stat().st_size == PIECE for path in (tmp_path / "home").rglob("*.incomplete")):
             assert first.poll() is None
             time.sleep(0.05)
         first.kill()
-    hub_here.hang.set()
-    found = pull(hub_here, tmp_path / "home")
-    assert (found / "model.safetensors").read_bytes() == (hub_here.folder / "model.safetensors").read_bytes()
-    assert [asked for name, asked in hub_here.asked if name == "model.safetensors"] == ["", f"bytes={PIECE}-"]
+    local_hub.hang.set()
+    found = pull(local_hub, tmp_path / "home")
+    assert (found / "model.safetensors").read_bytes() == (local_hub.folder / "model.safetensors").read_bytes()
+    assert [asked for name, asked in local_hub.asked if name == "model.safetensors"] == ["", f"bytes={PIECE}-"]
     assert not list((tmp_path / "home").rglob("*.incomplete"))
 
 
 @pytest.mark.slow
-def test_weights_of_a_family_that_does_not_run_are_not_downloaded(hub_here: Hub, tmp_path: Path) -> None:
-    (hub_here.folder / "config.json").write_text(json.dumps({"model_type": "dots3_note"}))
+def test_weights_of_unsupported_families_are_not_downloaded(local_hub: Hub, tmp_path: Path) -> None:
+    (local_hub.folder / "config.json").write_text(json.dumps({"model_type": "dots3_note"}))
     command = [*PULL[:3], "generate", REPO, "--prompt", "a"]
-    surroundings = environment(hub_here, tmp_path / "home")
+    surroundings = environment(local_hub, tmp_path / "home")
     done = subprocess.run(command, env=surroundings, capture_output=True, text=True, timeout=PATIENCE)
     assert done.returncode == 2
     assert "dots3_note models need" in done.stderr
     assert f"headstart launch vllm {REPO}" in done.stderr
-    assert {name for name, _ in hub_here.asked} == {"config.json"}
+    assert {name for name, _ in local_hub.asked} == {"config.json"}
 
 
-def test_a_model_is_looked_for_once(
+def test_model_is_resolved_once(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path))
-    (tmp_path / "adapted").mkdir()  # heads of adapt are looked for, too
+    (tmp_path / "adapted").mkdir()  # adapted heads are looked up, too
     tried = []
 
     def fail(*given: object) -> Path:

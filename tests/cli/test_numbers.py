@@ -1,4 +1,4 @@
-"""Every number that a command takes: what is no number, or none that can be meant, ends in one line that names it."""
+"""Numeric options of commands: invalid and extreme values have a one-line error that names the option."""
 
 from collections.abc import Iterator
 
@@ -28,7 +28,7 @@ ODD = ("-1", "0", "1e30", "99999999999999999999", ",")
 
 
 def numbers() -> Iterator[tuple[str, str]]:
-    """Each option once, however many commands share it."""
+    """Pairs of a command and a numeric option; shared options once."""
     seen = set()
     for name, command in all_commands(application()).items():
         if name in ("launch", "serve") or all(item.name != "model" for item in command.options):
@@ -44,8 +44,8 @@ def numbers() -> Iterator[tuple[str, str]]:
 NUMBERS = list(numbers())
 
 
-def said(command: str, flag: str, value: str, capsys: Capture) -> str:
-    """What a command says of a value, having refused it or not found the model."""
+def error_of(command: str, flag: str, value: str, capsys: Capture) -> str:
+    """Error message of a command for a value: the value is refused or the model is not found."""
     needed = list(NEEDED.get(command, ()))
     bounds = {"--tokens", "--minutes"} if command == "train" else {flag}
     for other in bounds & set(needed) if flag in bounds else ():
@@ -54,27 +54,26 @@ def said(command: str, flag: str, value: str, capsys: Capture) -> str:
     code = main(arguments)
     shown = capsys.readouterr()
     assert code == 2, (arguments, shown.err)
-    said = [line for line in shown.err.splitlines() if not line.startswith("3 pairs show speeds")]
-    assert said[0].startswith("headstart: error: "), shown.err
+    lines = [line for line in shown.err.splitlines() if not line.startswith("3 pairs show speeds")]
+    assert lines[0].startswith("headstart: error: "), shown.err
     assert "Traceback" not in shown.err
     return shown.err
 
 
-def test_the_table_is_whole() -> None:
-    """A list that no command has any more would test nothing."""
+def test_list_options_exist() -> None:
     assert {(name, flag) for name, flags in LISTS.items() for flag in flags} <= set(NUMBERS)
     assert len(NUMBERS) > 50
 
 
 @pytest.mark.parametrize(("command", "flag"), NUMBERS)
-def test_what_is_no_number_is_refused_by_name(command: str, flag: str, capsys: Capture) -> None:
+def test_invalid_numbers_name_the_option(command: str, flag: str, capsys: Capture) -> None:
     for value in NO_NUMBER:
         name = flag.strip("-").removesuffix("s")
-        assert name in said(command, flag, value, capsys).replace("_", "-"), value
+        assert name in error_of(command, flag, value, capsys).replace("_", "-"), value
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("command", "flag"), NUMBERS)
-def test_odd_numbers_end_in_one_line(command: str, flag: str, capsys: Capture) -> None:
+def test_extreme_numbers_have_a_one_line_error(command: str, flag: str, capsys: Capture) -> None:
     for value in ODD:
-        said(command, flag, value, capsys)
+        error_of(command, flag, value, capsys)

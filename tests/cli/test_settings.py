@@ -1,4 +1,4 @@
-"""headstart.toml and HEADSTART_*: who comes first, and what is said of what is wrong."""
+"""headstart.toml and HEADSTART_*: precedence, types, invalid settings, completion."""
 
 import json
 import re
@@ -18,8 +18,8 @@ COMMANDS = all_commands(application())
 
 
 @pytest.fixture(autouse=True)
-def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of its own to work in, and to have settings in."""
+def isolated_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder and an empty user configuration."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "user"))
     return tmp_path
@@ -34,8 +34,8 @@ def generate(*words: str) -> int:
     return main(["generate", "--prompt", "Why?", *words])
 
 
-def test_the_nearest_word_counts(fake_llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Command line, environment, file; in each the command's own before that of all."""
+def test_precedence_of_settings(fake_llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Command line before environment before file; in each, the command's own setting before the general one."""
     seen = []
     steps: list[tuple[str, str]] = [
         ("headstart.toml", "depth = 1"), ("headstart.toml", "depth = 1\n[generate]\ndepth = 2"),
@@ -49,7 +49,7 @@ def test_the_nearest_word_counts(fake_llm: Any, monkeypatch: pytest.MonkeyPatch)
     assert [*seen, fake_llm.configs[-1].depth] == [1, 2, 3, 4, 4, 5]
 
 
-def test_the_file_is_looked_for(fake_llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locations_of_the_settings_file(fake_llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     write("threads = 2", "user/headstart/headstart.toml")
     generate()
     write("threads = 3")
@@ -63,7 +63,7 @@ def test_the_file_is_looked_for(fake_llm: Any, monkeypatch: pytest.MonkeyPatch) 
     assert [config.threads for config in fake_llm.configs] == [2, 3, 4, 5, 5]
 
 
-def test_values_of_all_kinds(fake_llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_have_the_types_of_options(fake_llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     write('model = "some-model"\nstop = ["one two", "three"]\nraw = true\ntemperature = 0.5\nspeculative_config = '
           '{method = "ngram", num_speculative_tokens = 4}\n')  # fmt: skip
     monkeypatch.setenv("HEADSTART_IGNORE_EOS", "yes")
@@ -78,7 +78,7 @@ def test_values_of_all_kinds(fake_llm: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert fake_llm.asked[-1][1].stop == ("a b", "c")
 
 
-def test_what_comes_first_hides_what_says_the_same(fake_llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_mtp_and_depth_override_each_other_by_precedence(fake_llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     write("depth = 3")
     assert generate("--no-mtp") == 0
     monkeypatch.setenv("HEADSTART_NO_MTP", "1")
@@ -104,7 +104,7 @@ def test_what_comes_first_hides_what_says_the_same(fake_llm: Any, monkeypatch: p
     ("HEADSTART_STOP", "[1", ("HEADSTART_STOP is '[1', which is no list", "")),
     ("HEADSTART_CONFIG", "none.toml", ("cannot read none.toml: No such file", "")),
 ])  # fmt: skip
-def test_what_is_wrong_is_said_with_its_place(
+def test_invalid_settings_name_their_source(
     fake_llm: Any, place: str, text: str, expected: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     write(text) if place.endswith(".toml") else monkeypatch.setenv(place, text)
@@ -115,14 +115,14 @@ def test_what_is_wrong_is_said_with_its_place(
     assert 1 <= len(captured.err.splitlines()) <= 2
 
 
-def test_help_is_there_whatever_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_help_works_with_invalid_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADSTART_NONSENSE", "1")
     assert main(["generate", "--help"]) == 0
     assert generate() == 2
 
 
-def test_variables_that_kubernetes_sets(fake_llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside a service that is called headstart."""
+def test_kubernetes_service_variables_are_ignored(fake_llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubernetes sets these variables for a service called headstart."""
     for name, value in {
         "HEADSTART_SERVICE_HOST": "10.0.0.1", "HEADSTART_SERVICE_PORT": "8000", "HEADSTART_SERVICE_PORT_HTTP": "8000",
         "HEADSTART_PORT": "tcp://10.0.0.1:8000", "HEADSTART_PORT_8000_TCP": "tcp://10.0.0.1:8000",
@@ -148,8 +148,8 @@ def test_every_option_has_one_variable() -> None:
     )
 
 
-def test_commands_that_choose_themselves_do_not_take_what_is_said_for_all() -> None:
-    """verify goes through depths and drafters; a single pass has no queue."""
+def test_commands_ignore_general_settings_that_they_vary() -> None:
+    """verify varies depth, drafter and seed; a single pass of bench step has no queue."""
     given = {"depth": "3", "drafter": "mtp", "seed": "1", "kv_blocks": "9", "model": "m", "threads": "1"}
     environment = {f"HEADSTART_{name.upper()}": value for name, value in given.items()}
     settings = Settings(COMMANDS, environment)
@@ -160,7 +160,7 @@ def test_commands_that_choose_themselves_do_not_take_what_is_said_for_all() -> N
     assert Settings(COMMANDS, {"HEADSTART_VERIFY_SEED": "1"}).for_command("verify")["seed"].value == "1"
 
 
-def test_doctor_tells_what_is_set_and_where(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_doctor_lists_settings_and_their_sources(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     write('threads = 1\n[serve]\nport = 9000\napi-key = "secret"\n[models.small]\npath = "x"\n')
     monkeypatch.setenv("HEADSTART_SERVE_PORT", "9001")
     assert main(["doctor"]) == 0
@@ -176,7 +176,7 @@ def test_doctor_tells_what_is_set_and_where(monkeypatch: pytest.MonkeyPatch, cap
     assert options == ["serve --port", "--threads", "serve --port", "serve --api-key"]
 
 
-def test_completion(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_shell_completion(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     for shell in ("bash", "zsh", "fish"):
         assert main(["completion", shell]) == 0
         assert f'_HEADSTART_COMPLETE="{shell} ' in capsys.readouterr().out
@@ -204,8 +204,8 @@ def test_completion(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
         ('[bench.run]\ncompare = ["a", "b"]', "bench run", "compare", ["a", "b"]),
     ],
 )
-def test_a_line_for_all_has_the_form_of_each_command(line: str, command: str, flag: str, value: Any) -> None:
-    """Some commands take a list of what others take one of."""
+def test_general_settings_are_converted_to_the_options_type(line: str, command: str, flag: str, value: Any) -> None:
+    """An option may be a list in one command and a single value in another."""
     write(line)
     assert Settings(COMMANDS, {}).for_command(command)[flag].value == value
 
@@ -218,7 +218,7 @@ def test_a_line_for_all_has_the_form_of_each_command(line: str, command: str, fl
         ("train", ("from-scratch",), "model"), ("probe", (), "max-tokens"), ("chat", (), "n"), ("chat", (), "logprobs"),
     ],
 )  # fmt: skip
-def test_what_a_command_has_no_use_for_is_not_taken_from_a_line_for_all(
+def test_general_settings_that_a_command_lacks_are_ignored(
     command: str, given: tuple[str, ...], hidden: str
 ) -> None:
     settings = Settings(COMMANDS, {f"HEADSTART_{hidden.upper().replace('-', '_')}": "1"})
@@ -230,7 +230,7 @@ def test_what_a_command_has_no_use_for_is_not_taken_from_a_line_for_all(
     (None, "threads = 3", "take it out of headstart.toml"),
     (None, "[serve]\nthreads = 3", "take it out of headstart.toml [serve]"),
 ])  # fmt: skip
-def test_what_another_engine_lacks_is_left_out_where_it_is_set(
+def test_hint_says_where_to_remove_a_setting(
     variable: str | None, file: str | None, hint: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     if variable:
@@ -238,6 +238,6 @@ def test_what_another_engine_lacks_is_left_out_where_it_is_set(
     if file:
         write(file)
     assert main(["serve", "org/model", "--engine", "vllm", "--dry-run"]) == 2
-    told = capsys.readouterr().err
-    assert "--threads has no counterpart in vllm (--threads is set by" in told
-    assert told.splitlines()[-1] == f"hint: {hint}"
+    error = capsys.readouterr().err
+    assert "--threads has no counterpart in vllm (--threads is set by" in error
+    assert error.splitlines()[-1] == f"hint: {hint}"

@@ -1,4 +1,4 @@
-"""What the first token waits for: `generate` imports what it needs, and nothing that other commands or models need."""
+"""Start-up time: commands import only the modules that they need; progress output while loading."""
 
 import json
 import logging
@@ -33,7 +33,7 @@ sys.exit(code)
 """
 
 
-def imported(*words: str) -> set[str]:
+def modules_of(*words: str) -> set[str]:
     done = subprocess.run([sys.executable, "-c", PROGRAM, *words], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return set(done.stdout.splitlines()[-1].split())
@@ -41,13 +41,13 @@ def imported(*words: str) -> set[str]:
 
 @pytest.mark.parametrize("line", ["--version", "generate --help", "doctor --help"])
 def test_help_imports_no_engine(line: str) -> None:
-    assert not imported(*line.split()) & {*HEAVY, "tokenizers", "jinja2", "headstart.engine", "headstart.api"}
+    assert not modules_of(*line.split()) & {*HEAVY, "tokenizers", "jinja2", "headstart.engine", "headstart.api"}
 
 
 @pytest.mark.slow
-def test_generate_imports_what_it_needs() -> None:
+def test_generate_imports_no_unneeded_module() -> None:
     pytest.importorskip("headstart.kernels.native._native")
-    names = imported("generate", MODEL, "--backend", "native", "--prompt", "Hi", "--max-tokens", "1")
+    names = modules_of("generate", MODEL, "--backend", "native", "--prompt", "Hi", "--max-tokens", "1")
     assert not names & HEAVY
     families = {name for name in registry.available("models") if f"headstart.models.{name}" in names}
     assert families <= {"qwen3", "qwen3_5", "qwen3_5_moe"}
@@ -55,7 +55,7 @@ def test_generate_imports_what_it_needs() -> None:
     assert heads <= {"mtp", "draft_model"}
 
 
-def test_serve_says_that_it_loads_before_it_imports_an_engine() -> None:
+def test_serve_logs_loading_before_it_imports_the_engine() -> None:
     code = (
         "import sys\nfrom headstart.cli import main, serve\n"
         "serve.log_loading = lambda model, *_: sys.exit(' '.join([model, *sys.modules]))\n"
@@ -67,7 +67,7 @@ def test_serve_says_that_it_loads_before_it_imports_an_engine() -> None:
     assert not set(names) & ({*HEAVY, "numpy", "headstart.engine", "headstart.api"} - {"headstart.server"})
 
 
-def test_a_bar_appears_although_the_work_reports_nothing(
+def test_progress_bar_appears_without_reports(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(render, "SLOW_SECONDS", 0.05)
@@ -82,7 +82,7 @@ def test_a_bar_appears_although_the_work_reports_nothing(
     assert "short" not in capsys.readouterr().err
 
 
-def test_a_log_gets_lines_of_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_lines_in_a_log(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     with render.progress("loading") as report:
         report(0, 2, "weights")
     assert capsys.readouterr().err == ""

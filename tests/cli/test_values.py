@@ -1,4 +1,4 @@
-"""What options take: every kind of value that a command declares, and the error for a wrong value."""
+"""Option values: every kind that a command may declare, and errors of wrong values."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,7 @@ def run(options: Everything) -> int:
     return 0
 
 
-def parsed(*words: str) -> dict[str, Any]:
+def parse(*words: str) -> dict[str, Any]:
     """The options that a command line sets."""
     given, help_flag = run.split(words)
     assert not help_flag
@@ -52,9 +52,9 @@ def parsed(*words: str) -> dict[str, Any]:
     ("--raw -- --word", "names", [Path("--word")]), ("--seed 1 --seed 2", "seed", 2), ("", "rows", ()),
     ("", "sizes", (1, 4)), ("", "seed", 0), ("", "count", None),
 ])  # fmt: skip
-def test_a_value_has_the_type_of_its_option(line: str, name: str, value: Any) -> None:
-    assert parsed(*line.split())[name] == value
-    assert type(parsed(*line.split())[name]) is type(value)
+def test_value_has_the_type_of_its_option(line: str, name: str, value: Any) -> None:
+    assert parse(*line.split())[name] == value
+    assert type(parse(*line.split())[name]) is type(value)
 
 
 @pytest.mark.parametrize(("line", "message"), [
@@ -71,7 +71,7 @@ def test_a_value_has_the_type_of_its_option(line: str, name: str, value: Any) ->
     ("--raw=1", "--raw takes no value"), ("--word", "--word needs a value"), ("--pair a", "--pair needs 2 values"),
     ("--word=", "--word is empty"), ("--nonsense=1", "No such option: --nonsense"),
 ])  # fmt: skip
-def test_a_wrong_value_is_refused_with_its_option(line: str, message: str) -> None:
+def test_wrong_value_is_refused_with_its_option(line: str, message: str) -> None:
     with pytest.raises(UsageError) as refusal:
-        parsed(*line.split())
+        parse(*line.split())
     assert refusal.value.message == message

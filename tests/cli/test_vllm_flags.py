@@ -1,4 +1,4 @@
-"""`serve` takes vLLM's command lines: each of its flags is honoured, or refused with what to do instead."""
+"""vLLM's flags in `serve`: each is accepted, or refused with a hint."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ SAMPLES = {"int": "1", "size": "1k", "float": "0.5", "json": "{}", "text": "a"}
 
 
 def problem_of(flag: str) -> str:
-    """What is wrong with how `serve` takes this flag of vLLM's; empty: nothing."""
+    """Problem with a vLLM flag in `serve`, or ""."""
     assert KNOWN is not None
     name = KNOWN.aliases.get(flag, flag)
     value = [SAMPLES[KNOWN.kinds[name]]] if KNOWN.kinds[name] in SAMPLES else []
@@ -38,7 +38,7 @@ def problem_of(flag: str) -> str:
     return ""
 
 
-def test_each_flag_of_vllm_is_honoured_or_refused_with_a_hint() -> None:
+def test_each_vllm_flag_is_accepted_or_refused_with_a_hint() -> None:
     assert KNOWN is not None
     flags = {*KNOWN.kinds, *KNOWN.aliases} - {"-h", "--help"}
     assert not {flag: problem for flag in flags if (problem := problem_of(flag))}
@@ -71,7 +71,7 @@ def test_each_flag_of_vllm_is_honoured_or_refused_with_a_hint() -> None:
         (["--nonsense", "3"], ["--nonsense", "3"]),
     ],
 )  # fmt: skip
-def test_words_become_options(words: list[str], ours: list[str]) -> None:
+def test_vllm_flags_are_rewritten_to_options(words: list[str], ours: list[str]) -> None:
     assert rewrite(words, serve.flags) == ours
 
 
@@ -84,7 +84,7 @@ def test_words_become_options(words: list[str], ours: list[str]) -> None:
     (["--spec-tokens", "2", "--speculative-config", "{}"], "flags for its keys are both given"),
     (["--nonsense", "3"], "No such option: --nonsense"),
 ])  # fmt: skip
-def test_refused_by_name(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
+def test_refused_flags_are_named(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
     assert main(["serve", *words]) == 2
     assert message in capsys.readouterr().err
 
@@ -109,8 +109,8 @@ LINES = """
 
 
 @pytest.mark.parametrize("line", LINES.strip().splitlines())
-def test_lines_of_guides_are_taken_as_they_stand(line: str) -> None:
-    """All is honoured: what is left to do is to open the model."""
+def test_command_lines_of_vllm_guides_are_accepted(line: str) -> None:
+    """Parsing and configuration succeed; no model is opened."""
     command = serve
     arguments = command.read(command.split(rewrite(line.split(), command.flags))[0], None)
     assert arguments["named"].model in (["org/m"], ["deepseek-ai/DeepSeek-V4"])
@@ -137,14 +137,14 @@ KV_TRANSFER = """{"kv_connector":"%s","kv_role":"kv_both"%s}"""
     (["--model-path", "org/m"], "headstart serve MODEL"), (["--speculative-algorithm", "MTP"], "write --drafter"),
     (["-ngl", "99"], "headstart doctor shows the backend"), (["--unheard-of"], "leave --unheard-of out"),
 ])  # fmt: skip
-def test_each_refusal_says_what_to_type(capsys: pytest.CaptureFixture[str], words: list[str], hint: str) -> None:
+def test_refusals_have_a_hint(capsys: pytest.CaptureFixture[str], words: list[str], hint: str) -> None:
     assert main(["serve", "no-such-model", *words]) == 2
     shown = capsys.readouterr().err
     assert hint in shown
     assert "see headstart" not in shown
 
 
-def test_shared_storage_becomes_spill() -> None:
+def test_shared_storage_connector_becomes_kv_spill() -> None:
     text = KV_TRANSFER % ("SharedStorageConnector", ',"kv_connector_extra_config":{"shared_storage_path":"kv"}')
     assert rewrite(["m", "--kv-transfer-config", text], serve.flags) == ["m", "--kv-spill", "kv"]
 
@@ -157,7 +157,7 @@ def test_shared_storage_becomes_spill() -> None:
     (["--gpu-memory-utilization", "0.92"], "--gpu-memory-utilization 0.92"),
     (["--speculative-model", "{head}", "--num-speculative-tokens", "2"], '"method": "eagle3"'),
 ])  # fmt: skip
-def test_another_engine_gets_its_own_values(
+def test_values_are_passed_to_the_launched_engine(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], shown: str
 ) -> None:
     model, head = write_tiny("mimo", tmp_path / "m"), tmp_path / "h"

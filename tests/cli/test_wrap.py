@@ -1,4 +1,4 @@
-"""Lines broken between words, whatever pieces the text comes in."""
+"""Word wrapping of streamed text."""
 
 import pytest
 from hypothesis import given, strategies as st
@@ -22,19 +22,19 @@ def wrapped(text: str, width: int, size: int = 1) -> str:
     ("天空是蓝色的因为瑞利散射", "天空是蓝色的因为\n瑞利散射"),
     ("one\ttwo three four", "one\ttwo\nthree four"), ("", ""),
 ])  # fmt: skip
-def test_lines_end_between_words(text: str, shown: str) -> None:
+def test_lines_wrap_between_words(text: str, shown: str) -> None:
     assert wrapped(text, 16) == shown
 
 
 @given(st.text("ab \n`天\u0301", max_size=80), st.integers(4, 12), st.integers(1, 7))
-def test_pieces_do_not_matter_and_nothing_is_lost(text: str, width: int, size: int) -> None:
+def test_wrapping_is_independent_of_pieces_and_keeps_the_text(text: str, width: int, size: int) -> None:
     shown = wrapped(text, width, size)
     assert shown == wrapped(text, width)
     assert shown.split() == text.split() or "天" in text
     assert "".join(shown.split()) == "".join(text.split())
 
 
-def test_a_word_comes_when_it_is_whole() -> None:
+def test_words_are_emitted_when_complete() -> None:
     wrap = WordWrap(lambda: 80)
     assert [wrap.push(piece) for piece in ("The", " sky", " is", ".")] == ["", "The", " sky", ""]
     assert wrap.flush() == " is."
