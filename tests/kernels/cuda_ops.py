@@ -1,4 +1,4 @@
-"""Plans, weights and runs of the tests of the cuda backend's kernels."""
+"""Plans, weights and runs for tests of the cuda kernels."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,7 +20,7 @@ def rng() -> np.random.Generator:
 
 
 def plan_of(spans: list[tuple[int, int]], *, block_size: int = 4, **more: Any) -> StepPlan:
-    """Rows (first position, count) of sequences, whose blocks lie in disorder."""
+    """Rows given as (first position, count) of sequences with shuffled blocks."""
     tables = np.zeros((len(spans), 64), np.int32)
     order, taken = rng().permutation(64).astype(np.int32), 0
     for i, (start, count) in enumerate(spans):
@@ -37,8 +37,8 @@ def plan_of(spans: list[tuple[int, int]], *, block_size: int = 4, **more: Any) -
     )  # fmt: skip
 
 
-def only(plan: StepPlan, row: int) -> StepPlan:
-    """One row of a plan's first sequence, alone."""
+def single_row(plan: StepPlan, row: int) -> StepPlan:
+    """A plan of one row of the first sequence."""
     alone = plan_of([(0, 1)])
     alone.block_tables, alone.block_size = plan.block_tables[:1], plan.block_size
     for field in ("token_ids", "positions", "slots"):
@@ -48,8 +48,8 @@ def only(plan: StepPlan, row: int) -> StepPlan:
 
 def run(backend: Any, code: Any, plan: StepPlan, hidden: np.ndarray) -> Mapping[str, np.ndarray]:
     given = torch.from_numpy(hidden).to(backend.torch_device)
-    made = backend.run(backend.prepare(code, hidden_width=hidden.shape[1]), plan, hidden=given)
-    return {name: backend.numpy(x) for name, x in made.items()}
+    outputs = backend.run(backend.prepare(code, hidden_width=hidden.shape[1]), plan, hidden=given)
+    return {name: backend.numpy(x) for name, x in outputs.items()}
 
 
 def tensor(values: np.ndarray) -> Tensor:

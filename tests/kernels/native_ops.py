@@ -1,4 +1,4 @@
-"""Matrices of every form, plans and backends for the tests of single native ops."""
+"""Matrices of every form, plans and backends for tests of native ops."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from headstart.kernels.native.backend import NativeBackend, instruction_paths
 from headstart.kernels.ops import AttentionSpec
 
 if TYPE_CHECKING:
-    import torch  # imported where it is called: bits are compared on processors, too, that it does not run on
+    import torch  # imported where it is used: bits are compared on processors without torch, too
 
 Array = NDArray[Any]
 PATHS = instruction_paths()
@@ -42,7 +42,7 @@ FACTOR_PANELS = 4
 
 @dataclass(frozen=True)
 class Form:
-    """How a matrix is kept; see csrc/matrix.h."""
+    """Storage of a matrix; see csrc/matrix.h."""
 
     kind: int
     group: int = 32
@@ -53,11 +53,11 @@ class Form:
 
     @property
     def quantized(self) -> bool:
-        """Are rows taken in 8 bits?"""
+        """Whether rows are quantized to 8 bits."""
         return self.kind in (3, 4, SIX_BITS, FIVE_BITS)
 
     def rounds_rows(self, path: str) -> bool:
-        """Are rows taken in bfloat16?"""
+        """Whether rows are rounded to bfloat16."""
         return self.kind in (2, FLOAT8) and path in PAIRED
 
     @property
@@ -77,7 +77,7 @@ class Form:
         num_factors = -(-panels // FACTOR_PANELS) if self.scales == I8 else 1
         rows = data.reshape(blocks, -1)
         size = (rows.shape[1] - num_factors * self.factor_bytes) // panels
-        before = [1 + (i // FACTOR_PANELS) * (self.scales == I8) for i in range(panels)]  # factors of so many panels
+        before = [1 + (i // FACTOR_PANELS) * (self.scales == I8) for i in range(panels)]  # factor areas
         return [rows[:, at : at + size] for i in range(panels) for at in [i * size + self.factor_bytes * before[i]]]
 
 
@@ -98,7 +98,7 @@ FORMS = {
 
 
 def random_matrix(form: Form, rows: int, cols: int, rng: np.random.Generator) -> packing.Matrix:
-    """Values of about 1; of one with scales any bits, the padding's too: nothing may depend on it."""
+    """Values of about 1. Grouped forms have random bits, in the padding as well, on which nothing may depend."""
     out = packing.aligned_empty(packing.matrix_bytes(form.kind, rows, cols, form.group, form.scales, form.offsets))
     if form.kind > 2:
         _fill_grouped(form, rows, cols, rng, out)
@@ -109,7 +109,7 @@ def random_matrix(form: Form, rows: int, cols: int, rng: np.random.Generator) ->
 
 
 def matrix_of(values: Array) -> packing.Matrix:
-    """These very values."""
+    """A float32 matrix with the given values."""
     flat = np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint8)
     return packing.pack(make_tensor("w", values.shape, "F32", flat), ONE_THREAD)
 
@@ -120,7 +120,7 @@ def _two_bytes(form: Form, values: Array) -> Array:
 
 def _fill_grouped(form: Form, rows: int, cols: int, rng: np.random.Generator, out: Array) -> None:
     blocks, num_panels = -(-rows // 16), -(-cols // 64)
-    if form.factor_bytes:  # written everywhere: what is no factor follows
+    if form.factor_bytes:  # written everywhere: panels overwrite the rest
         size = "<f4" if form.scales == E4M3 else "<f2"
         factors = rng.uniform(0.5, 2, out.size // np.dtype(size).itemsize) / (1 if form.scales == E4M3 else 100)
         out[:] = factors.astype(size).view(np.uint8)
@@ -132,7 +132,7 @@ def _fill_grouped(form: Form, rows: int, cols: int, rng: np.random.Generator, ou
 
 
 def _scales_of(form: Form, rng: np.random.Generator, shape: tuple[int, ...]) -> Array:
-    """Random bytes of the scales of panels, and of their mins."""
+    """Random bytes of the scales of panels, and of their minima."""
     small = 6 if form.levels == 1 else 127 if form.levels == 2 else 15
     most = {3: 255, 4: small, FLOAT8: 200, LEVELS: 1, SIX_BITS: 63, FIVE_BITS: 31}[form.kind]
     shape = (*shape, form.per_panel)
@@ -153,7 +153,7 @@ def _stored(form: Form, values: Array) -> Array:
 
 
 def set_scale(matrix: packing.Matrix, row: int, group: int, value: float) -> None:
-    """Overwrite one scale of a matrix whose scales are floats."""
+    """Overwrites one scale of a matrix with float scales."""
     form = Form(matrix.kind, matrix.group, scales=matrix.scales)
     per_panel, size = 64 // matrix.group, np.dtype(SCALE_TYPES[matrix.scales]).itemsize
     panel = form.panels(matrix.data, -(-matrix.rows // 16), -(-matrix.cols // 64))[group // per_panel][row // 16]
@@ -162,12 +162,12 @@ def set_scale(matrix: packing.Matrix, row: int, group: int, value: float) -> Non
 
 
 def values_of(weight: Any) -> Array:
-    """The values that a native weight stands for."""
+    """Float values of a native weight."""
     return packing.dequantize(weight, ONE_THREAD) if isinstance(weight, packing.Matrix) else np.asarray(weight)
 
 
 def quantized_rows(x: Array) -> tuple[Array, Array]:
-    """Activations as integer products see them (float64), and the size of one step in each column."""
+    """Activations rounded as for integer products (float64), and the quantization step of each column."""
     rows, cols = x.shape
     groups = np.zeros((rows, -(-cols // 32) * 32), np.float32)
     groups[:, :cols] = x
@@ -184,7 +184,7 @@ def quantized_rows(x: Array) -> tuple[Array, Array]:
 
 
 def rounded_rows(x: Array) -> Array:
-    """Activations as products of bfloat16 see them on the PAIRED paths: subnormal numbers are 0."""
+    """Activations rounded as for bfloat16 products on PAIRED paths; subnormal numbers become 0."""
     import torch
 
     rounded = torch.from_numpy(x).bfloat16().float().numpy()
@@ -192,26 +192,26 @@ def rounded_rows(x: Array) -> Array:
 
 
 def inputs_of(form: Form, path: str, x: Array) -> Array:
-    """What a matrix of this form multiplies (float64)."""
+    """Activations that a matrix of this form multiplies (float64)."""
     if form.quantized:
         return quantized_rows(x)[0]
     return (rounded_rows(x) if form.rounds_rows(path) else x).astype(np.float64)
 
 
 def attention_tolerance(path: str, kv_dtype: str, otherwise: float) -> float:
-    """How far from float64: on paths with bfloat16 products about one unit of bfloat16 at 2 to 4."""
+    """Largest error against float64; on paths with bfloat16 products about one unit of bfloat16 at 2 to 4."""
     return 1.6e-2 if path in PAIRED and kv_dtype != "float32" else otherwise
 
 
 def to_e4m3(values: Array) -> Array:
-    """Rounded as torch does."""
+    """Values rounded as by torch."""
     import torch
 
     return torch.from_numpy(values).to(torch.float8_e4m3fn).float().numpy()
 
 
 def stored(values: Array, kv_dtype: str, dim: int) -> Array:
-    """Keys or values [T, heads * dim] as a pool keeps them."""
+    """Keys or values [T, heads * dim] rounded as in a pool."""
     if kv_dtype == "bfloat16":
         import torch
 
@@ -226,14 +226,14 @@ def stored(values: Array, kv_dtype: str, dim: int) -> Array:
 
 
 def attention(ops: Any, q: Any, k: Any, v: Any, pool: Any, spec: AttentionSpec, sinks: Any = None) -> Any:
-    """Keys and values stored, then attended to by the same layer."""
+    """Stores keys and values, then attends to them."""
     ops.store_kv(k, v, pool, spec)
     return ops.attend(q, pool, spec, sinks)
 
 
 @dataclass(frozen=True, eq=False)
 class Part:
-    """Some rows of one sequence: `ids` at positions start, start + 1, ..."""
+    """Rows of one sequence: `ids` at positions start, start + 1, ..."""
 
     ids: Array
     start: int
@@ -258,7 +258,7 @@ def plan_of(parts: Seq[Part], *, first_position: int = 0, logit_rows: Seq[int] =
 
 
 def single_rows(ids: Seq[int] | Array, position: int = 0) -> StepPlan:
-    """Each row a sequence of its own, with its own block; all of them are logit rows, in reverse."""
+    """A plan in which each row is a sequence with its own block; all rows are logit rows, in reverse order."""
     parts = [Part(np.array([token]), position, np.full(position // BLOCK + 1, i)) for i, token in enumerate(ids)]
     return plan_of(parts, logit_rows=range(len(ids) - 1, -1, -1))
 
@@ -271,7 +271,7 @@ def backend(path: str = PATHS[0], threads: int = 1, kv_dtype: Any = "float32") -
 
 
 def run_native(on: NativeBackend, code: Code, plan: StepPlan, hidden: Array | None = None) -> dict[str, Array]:
-    """Results as copies: they belong to the program."""
+    """Copies of the results, whose arrays belong to the program."""
     given = None if hidden is None else np.ascontiguousarray(hidden, np.float32)
     found = on.run(on.prepare(code, hidden_width=0 if given is None else given.shape[1]), plan, hidden=given)
     return {name: np.array(value) for name, value in found.items()}
@@ -284,7 +284,7 @@ def reference_weight(weight: Any) -> torch.Tensor:
 
 
 def run_reference(code: Code, plan: StepPlan, hidden: Array | None = None) -> dict[str, Array]:
-    """In float64. `code` is made over reference weights and pools."""
+    """Results in float64; `code` uses reference weights and pools."""
     import torch
 
     from headstart.kernels.reference.backend import ReferenceBackend

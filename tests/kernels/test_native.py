@@ -1,4 +1,4 @@
-"""The native backend: the bits of a row are its own, its logits the reference's; tiny models of every family."""
+"""The native backend: row invariance, logits of the reference, and texts of tiny models of every family."""
 
 from functools import cache
 from typing import Any
@@ -37,13 +37,13 @@ def reference_model(family: str) -> Any:
 
 
 def one_state(start: int, end: int) -> StateSteps:
-    """The state in slot 0 moves from before position `start` to before `end`."""
+    """State steps that advance the state in slot 0 from position `start` to `end`."""
     arrays = ([0], [0 if start else -1], [start], [end], [0, 1], [end], [0])
     return StateSteps(*(np.array(each, np.int32) for each in arrays))
 
 
 class Trunk:
-    """A tiny trunk on one backend, for passes made by hand over one sequence."""
+    """A tiny trunk on one backend, for passes over one sequence."""
 
     def __init__(self, family: str, backend: Any) -> None:
         model = reference_model(family)
@@ -54,7 +54,7 @@ class Trunk:
         self.backend, self._handle = backend, backend.prepare(decoder.program(pools, state_pools=states))
 
     def logits(self, start: int, tokens: list[int]) -> NDArray[np.float32]:
-        """[R, V] of one pass over positions start .. start + R - 1."""
+        """Logits [R, V] of one pass over positions start .. start + R - 1."""
         positions = np.arange(start, start + len(tokens), dtype=np.int32)
         plan = StepPlan(
             token_ids=np.array(tokens, np.int32),
@@ -68,7 +68,7 @@ class Trunk:
         return np.array(self.backend.numpy(self.backend.run(self._handle, plan)["logits"]))
 
     def chunked(self, tokens: list[int], sizes: tuple[int, ...]) -> NDArray[np.float32]:
-        """All rows, in passes whose sizes repeat."""
+        """Logits of all rows, in passes of cycling sizes."""
         found, at = [], 0
         while at < len(tokens):
             size = sizes[len(found) % len(sizes)]
@@ -93,7 +93,7 @@ CASES += [(family, PATHS[0], FORMS[1]) for family in FAMILIES if family != "llam
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "path", "form"), CASES, ids=str)
-def test_bits_of_a_row_are_its_own(family: str, path: str, form: dict[str, Any]) -> None:
+def test_rows_are_independent_of_chunks_and_threads(family: str, path: str, form: dict[str, Any]) -> None:
     def trunk(threads: int = 1) -> Trunk:
         placement = {3: ThreadPlacement(((1, 0, (0,)), (1, 0, ()), (1, 1, ())), "replicate")}.get(threads, FREE)
         return Trunk(family, NativeBackend(threads=threads, path=path, placement=placement, **form))
@@ -107,15 +107,15 @@ def test_bits_of_a_row_are_its_own(family: str, path: str, form: dict[str, Any])
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "path"), [*(("llama", path) for path in PATHS), *((f, PATHS[0]) for f in FAMILIES)])
-def test_float_logits_are_the_references(family: str, path: str) -> None:
+def test_float_logits_match_reference(family: str, path: str) -> None:
     oracle = Trunk(family, reference_model(family).backend).logits(0, TOKENS)
     found = Trunk(family, NativeBackend(threads=1, path=path, kv_dtype="float32")).logits(0, TOKENS)
     np.testing.assert_allclose(found, oracle, atol=2e-4)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_quantized_logits_are_near(quantization: Any) -> None:
-    """Relative to the spread of the logits: 8 bits within 3 %, 4 bits within a third."""
+def test_quantized_logits_are_close(quantization: Any) -> None:
+    """Relative to the standard deviation of the logits: 8 bits within 3 %, 4 bits within a third."""
     oracle = Trunk("llama", reference_model("llama").backend).logits(0, TOKENS)
     found = Trunk("llama", NativeBackend(threads=1, quantization=quantization)).logits(0, TOKENS)
     error = np.sqrt(np.square(found - oracle).mean()) / oracle.std()
@@ -126,8 +126,8 @@ def test_quantized_logits_are_near(quantization: Any) -> None:
 @pytest.mark.parametrize(
     ("family", "kv_dtype"), [*((family, "bfloat16") for family in FAMILIES), ("llama", "fp8"), ("deepseek_v4", "fp8")]
 )
-def test_text_is_that_of_plain_decoding(family: str, kv_dtype: Any) -> None:
-    """Drafter, depth, batch, chunks, cache and threads leave every token and its logprob as it was."""
+def test_text_and_logprobs_equal_plain_decoding(family: str, kv_dtype: Any) -> None:
+    """For any drafter, depth, batch, chunk size, cache and number of threads."""
     prompts = [prompt_of(length, length) for length in (1, 7, 30, 45)]
     params = [
         SamplingParams(max_tokens=24, temperature=i % 2, seed=i, ignore_eos=True, logprobs=0)

@@ -1,4 +1,5 @@
-"""Whole drafts in one crossing: the tokens, scores and gates of a draft made step by step, bit for bit."""
+"""Whole drafts in one call of the native module: tokens, scores and gates equal those of stepwise drafts bit for
+bit."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -59,7 +60,7 @@ def native_model(threads: int) -> Model:
 
 @contextmanager
 def step_by_step(engine: Engine) -> Iterator[None]:
-    """The backend makes no whole drafts meanwhile."""
+    """Disables whole drafts of the backend."""
     runner: Any = engine.runner
     known, runner._draft_loop = runner._draft_loop, lambda steps: None
     try:
@@ -70,9 +71,9 @@ def step_by_step(engine: Engine) -> Iterator[None]:
 
 def engine_of(head: str, threads: int = 2, **settings: Any) -> Engine:
     model = native_model(threads)
-    made = HEADS[head](model)
-    wanted = {"drafter": made.spec.kind, "depth": 5, "block_size": 16, **settings}
-    return support.make(replace(model, head=made), **wanted)
+    built = HEADS[head](model)
+    wanted = {"drafter": built.spec.kind, "depth": 5, "block_size": 16, **settings}
+    return support.make(replace(model, head=built), **wanted)
 
 
 def record(head: str, *, whole: bool, **settings: Any) -> list[Any]:
@@ -90,16 +91,16 @@ def record(head: str, *, whole: bool, **settings: Any) -> list[Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head", HEADS)
-def test_tokens_are_those_of_single_steps(head: str) -> None:
+def test_whole_drafts_equal_stepwise_drafts(head: str) -> None:
     ours, theirs = record(head, whole=True), record(head, whole=False)
     assert ours == theirs and any(len(draft) == 5 for step in ours for _, _, draft, _ in step)
 
 
-def test_threads_change_nothing() -> None:
+def test_drafts_are_independent_of_threads() -> None:
     assert record("eagle3", whole=True, threads=1) == record("eagle3", whole=True, threads=2)
 
 
-def test_one_call_makes_a_draft() -> None:
+def test_whole_draft_is_one_call() -> None:
     engine = engine_of("mtp")
     (sequence,) = engine.submit(support.request(support.prompt_of(9, 1), name="a", seed=1, max_tokens=9))
     passes, run = list[str](), engine.runner.run
@@ -112,8 +113,8 @@ def test_one_call_makes_a_draft() -> None:
 
 
 @pytest.mark.parametrize("head", ["mtp", "dspark without confidence", "dflash"])
-def test_gates_decide_as_in_python(head: str) -> None:
-    """The same drafts and scores with depth auto, whose odds and costs are made up."""
+def test_gates_match_python(head: str) -> None:
+    """Drafts and scores with auto depth are equal, for fixed costs and random acceptance records."""
     seen = []
     for whole in (True, False):
         engine = engine_of(head, depth=AUTO)

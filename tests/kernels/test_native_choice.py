@@ -1,4 +1,4 @@
-"""What an indexer chooses: ties, NaN, many positions, and as many as there are; see test_native_rows for the rest."""
+"""Selections of an indexer: ties, NaN, many positions, and all positions. test_native_rows has the other tests."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from checkpoints import as_tensors
 from native_ops import FORMS, PATHS, Array, Part, assert_same_bits, backend, plan_of, random_matrix, run_native
-from test_native_rows import World
+from test_native_rows import AttentionHarness
 
 from headstart.kernels.ops import AttentionSpec
 from headstart.kernels.reference.backend import ReferenceBackend
@@ -16,8 +16,8 @@ TOP = 5
 paths = pytest.mark.parametrize("path", PATHS)
 
 
-def chosen_positions(on: Any, scores: Array, first: int) -> list[list[int]]:
-    """Of each of the rows first, first + 1, ...: what it takes of positions whose index keys are these one number."""
+def selected_positions(on: Any, scores: Array, first: int) -> list[list[int]]:
+    """Positions that each of the rows first, first + 1, ... selects, where index keys are the scores."""
     count = len(scores)
     spec, index = AttentionSpec(1, 1, 4, 1.0, count), IndexSpec(1, 1, TOP)
     pools = [on.kv_pool((count + 40) // 16 * 16, each) for each in (spec, index)]
@@ -50,34 +50,38 @@ NUMBERS = {
 
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("kind", NUMBERS)
-def test_ties_go_to_the_lowest_position(kind: str, first: int) -> None:
+def test_ties_select_the_lowest_position(kind: str, first: int) -> None:
     scores = NUMBERS[kind]
     best = np.where(np.isnan(scores), -np.inf, np.maximum(scores, 0))
     expected = [sorted(np.argsort(-best[: row + 1], kind="stable")[:TOP].tolist()) for row in range(len(scores))]
-    assert chosen_positions(ReferenceBackend(dtype="float64"), scores, first) == expected
+    assert selected_positions(ReferenceBackend(dtype="float64"), scores, first) == expected
     for path in PATHS:
-        assert chosen_positions(backend(path, 2), scores, first) == expected, path
+        assert selected_positions(backend(path, 2), scores, first) == expected, path
 
 
 @pytest.mark.slow
 @paths
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "fp8"])
 @pytest.mark.parametrize("first", [0, 1])
-def test_a_row_that_takes_all_has_the_bits_of_dense_attention(path: str, kv_dtype: str, first: int) -> None:
-    plain, choosing = World(path, kv_dtype, sinks=True), World(path, kv_dtype, sinks=True, top_k=70)
+def test_selecting_all_positions_equals_dense_attention(path: str, kv_dtype: str, first: int) -> None:
+    plain, selecting = (
+        AttentionHarness(path, kv_dtype, sinks=True),
+        AttentionHarness(path, kv_dtype, sinks=True, top_k=70),
+    )
     plan = plan_of([Part(np.arange(90), first, plain.table())], first_position=first)
     plan.hidden_slots = None
-    choosing.tables[:3], choosing.sinks = plain.tables, plain.sinks
-    choosing.fresh()
-    dense, found = plain.run(plan, 2), choosing.run(plan, 1)
+    selecting.tables[:3], selecting.sinks = plain.tables, plain.sinks
+    selecting.fresh()
+    dense, found = plain.run(plan, 2), selecting.run(plan, 1)
     assert_same_bits({"y": found[:70]}, {"y": dense[:70]})
     assert not np.array_equal(found[70:], dense[70:])
 
 
 @pytest.mark.slow
 @paths
-def test_many_positions(path: str) -> None:
-    """Scored in several stretches, by several threads: the bits of one, whatever else is in the pass."""
+def test_selection_from_many_positions_is_independent_of_threads(path: str) -> None:
+    """Scores of several segments, computed by several threads, equal those of one thread and other passes bit for
+    bit."""
     rng, count = np.random.default_rng(0), 1100
     spec, index = AttentionSpec(50, 1, 20, 0.2, 16, latent=True), IndexSpec(9, 17, 130)
     widths = (50 * 20, 20, 9 * 17, 9, 17)

@@ -1,4 +1,5 @@
-"""Mixtures of experts and matrices of heads on the native backend: bits of a row, and what they stand for."""
+"""Mixtures of experts and head-wise matrices on the native backend: row invariance, and values of plain
+computations."""
 
 import ctypes
 import mmap
@@ -10,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from native_ops import FORMS, PATHS, Array, backend, random_matrix, reference_weight, run_native, single_rows, values_of
-from test_native_ops import check_company, varied_rows
+from test_native_ops import assert_rows_independent, varied_rows
 
 from headstart.formats.base import make_tensor
 from headstart.kernels.native import packing
@@ -33,7 +34,7 @@ UNGATED = ("sigmoid", "one expert")
 
 
 class Mixture:
-    """Random experts, with a router whose choices are far from ties."""
+    """Random experts with a router without near ties."""
 
     def __init__(self, spec: RouterSpec, form: str, seed: int, down: str | None = None, *, gated: bool = True) -> None:
         rng = np.random.default_rng(seed)
@@ -58,25 +59,27 @@ class Mixture:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("form", FORMS)
-def test_bits_of_a_row_are_its_own(path: str, form: str) -> None:
+def test_moe_rows_are_independent_of_the_batch(path: str, form: str) -> None:
     index = list(FORMS).index(form)
     spec = list(ROUTERS.values())[index % len(ROUTERS)]
     mixture = Mixture(
         spec, form, index, down=list(FORMS)[index * 5 % len(FORMS)], gated=index % 3 > 0 or spec.scales_inputs
     )
-    check_company(path, mixture.code, varied_rows(WIDTH, np.random.default_rng(index)), index, (2, 3, 7, 31, 129))
+    assert_rows_independent(
+        path, mixture.code, varied_rows(WIDTH, np.random.default_rng(index)), index, (2, 3, 7, 31, 129)
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", ROUTERS)
-def test_a_mixture_is_its_parts(path: str, name: str) -> None:
-    """The sum over experts by their weights of what each says to all rows, in every form."""
+def test_moe_equals_weighted_sum_of_experts(path: str, name: str) -> None:
+    """Compared with the experts run one by one, in several forms."""
     x = np.random.default_rng(3).standard_normal((9, WIDTH)).astype(np.float32)
     for form in ("F32", "BF16", "Q8-32-f16", "Q4-32-f16-min"):
         mixture = Mixture(ROUTERS[name], form, 4, gated=name not in UNGATED)
 
-        def apart(ops: Any, step: Any, experts: Experts = mixture.experts) -> dict[str, Any]:
+        def separate_experts(ops: Any, step: Any, experts: Experts = mixture.experts) -> dict[str, Any]:
             parts = {}
             for e, (up, down) in enumerate(zip(experts.up, experts.down, strict=True)):
                 inner = ops.linear(step.hidden, up)
@@ -94,20 +97,20 @@ def test_a_mixture_is_its_parts(path: str, name: str) -> None:
         )
         reads = mixture.spec.scales_inputs
         factors = weights.T.float().numpy()[..., None] if reads else [1]
-        parts = [run_native(backend(path), apart, single_rows(range(9)), x * factor) for factor in factors]
+        parts = [run_native(backend(path), separate_experts, single_rows(range(9)), x * factor) for factor in factors]
         expected = np.zeros((9, mixture.out))
         for row in range(9):
             for i, (weight, expert) in enumerate(zip(weights[row].tolist(), ids[row].tolist(), strict=True)):
                 has = expert < mixture.spec.num_matrices
-                said = parts[i if reads else 0][f"{expert}"][row] if has else x[row]
-                expected[row] += said.astype(np.float64) * (1 if reads else weight)
+                expert_output = parts[i if reads else 0][f"{expert}"][row] if has else x[row]
+                expected[row] += expert_output.astype(np.float64) * (1 if reads else weight)
         found = run_native(backend(path, 2), mixture.code, single_rows(range(9)), x)["mixed"]
-        rounded = reads and FORMS[form].rounds_rows(path)  # before the factor, not behind it
+        rounded = reads and FORMS[form].rounds_rows(path)  # rows are rounded before the factor is applied
         tolerance = 2e-2 if rounded else 1e-4
         np.testing.assert_allclose(found, expected, rtol=tolerance, atol=tolerance * np.abs(expected).max())
 
 
-def test_ties_go_to_the_lowest_expert() -> None:
+def test_ties_select_the_lowest_expert() -> None:
     mixture = Mixture(RouterSpec(6, 3, "sigmoid", num_groups=3, top_groups=2), "F32", 5)
     mixture.router, mixture.bias = nat.matrix_of(np.zeros((6, WIDTH))), None
     hidden = np.ones((2, WIDTH), np.float32)
@@ -120,8 +123,8 @@ def test_ties_go_to_the_lowest_expert() -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_bad_rows_stay_alone(path: str) -> None:
-    """NaN and infinities of a row are seen in that row only, and choose experts that exist."""
+def test_non_finite_rows_do_not_affect_others(path: str) -> None:
+    """NaN and infinities stay in their row, and select experts that exist."""
     mixture = Mixture(ROUTERS["groups"], "Q8-32-f16", 6)
     x = np.random.default_rng(7).standard_normal((12, WIDTH)).astype(np.float32)
     clean = run_native(backend(path), mixture.code, single_rows(range(12)), x)["mixed"]
@@ -132,8 +135,8 @@ def test_bad_rows_stay_alone(path: str) -> None:
     assert not np.isfinite(found[[3, 7, 9]]).any()
 
 
-def unreadable(matrix: packing.Matrix, kept: list[Any]) -> packing.Matrix:
-    """The same matrix over memory that no one may read."""
+def unreadable_copy(matrix: packing.Matrix, kept: list[Any]) -> packing.Matrix:
+    """The matrix over memory without read permission."""
     pages = mmap.mmap(-1, -(-matrix.num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
     data = np.frombuffer(pages, np.uint8)[: matrix.num_bytes]
     libc = ctypes.CDLL(None, use_errno=True)
@@ -144,17 +147,17 @@ def unreadable(matrix: packing.Matrix, kept: list[Any]) -> packing.Matrix:
     return packing.Matrix(*known, data, matrix.levels)
 
 
-def test_experts_that_no_row_takes_are_not_touched() -> None:
-    """A read of their weights would end the process."""
+def test_unselected_experts_are_not_read() -> None:
+    """Reading their weights would crash the process."""
     mixture = Mixture(ROUTERS["softmax"], "Q4-32-f16", 8)
     x = np.random.default_rng(9).standard_normal((2, WIDTH)).astype(np.float32)
     expected = run_native(backend(), mixture.code, single_rows(range(2)), x)["mixed"]
     _, ids = route(torch.from_numpy(x @ values_of(mixture.router).T), None, mixture.spec)
-    taken, kept = set(ids.flatten().tolist()), []
-    assert len(taken) < mixture.spec.num_experts
+    selected, kept = set(ids.flatten().tolist()), []
+    assert len(selected) < mixture.spec.num_experts
     parts = [getattr(mixture.experts, name) for name in ("gate", "up", "down")]
     mixture.experts = Experts(
-        *(tuple(w if e in taken else unreadable(w, kept) for e, w in enumerate(each)) for each in parts)
+        *(tuple(w if e in selected else unreadable_copy(w, kept) for e, w in enumerate(each)) for each in parts)
     )
     found = run_native(backend(threads=2), mixture.code, single_rows(range(2)), x)["mixed"]
     np.testing.assert_array_equal(found, expected)
@@ -165,24 +168,24 @@ POWERS = np.linspace(0.2, 4.0, 20)
 
 
 def weights_by_expert(path: str, spec: RouterSpec, logits: Array, bias: Array | None) -> Array:
-    """[R, E]: what each row gives each expert, said by experts whose word is their own number."""
+    """Weights [R, E] that each row gives each expert; expert e outputs the unit vector of column e."""
     count, one = spec.num_experts, nat.matrix_of(np.ones((1, 1)))
-    says = tuple(nat.matrix_of(np.eye(count)[:, e : e + 1]) for e in range(count))
-    experts = Experts((one,) * count, (one,) * count, says)
+    unit_outputs = tuple(nat.matrix_of(np.eye(count)[:, e : e + 1]) for e in range(count))
+    experts = Experts((one,) * count, (one,) * count, unit_outputs)
     nothing, ones = nat.matrix_of(np.zeros((1, count))), np.ones(1, np.float32)
 
     def code(ops: Any, step: Any) -> dict[str, Any]:
         return {"said": ops.moe(ops.linear(step.hidden, nothing, ones), step.hidden, bias, experts, spec)}
 
-    said = run_native(backend(path), code, single_rows(range(len(logits))), logits)["said"]
-    return said / (1 / (1 + np.exp(-1)))  # silu(1) * 1
+    expert_output = run_native(backend(path), code, single_rows(range(len(logits))), logits)["said"]
+    return expert_output / (1 / (1 + np.exp(-1)))  # silu(1) * 1
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 @given(seed=st.integers(0, 2**31))
 @settings(max_examples=60)
-def test_the_choice_is_the_references(path: str, seed: int) -> None:
+def test_routing_matches_reference(path: str, seed: int) -> None:
     """Any numbers of experts and groups, with many ties."""
     rng = np.random.default_rng(seed)
     groups, size = int(rng.integers(1, 6)), int(rng.integers(1, 9))
@@ -200,38 +203,38 @@ def test_the_choice_is_the_references(path: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_a_router_is_never_rounded(quantization: Any) -> None:
+def test_router_is_not_quantized(quantization: Any) -> None:
     tensor = make_tensor("gate", (7, 64), "BF16", np.zeros(7 * 64 * 2, np.uint8))
     worker = NativeBackend(threads=1, quantization=quantization)
     kinds = {worker.weight(tensor, drafts=drafts, precise=True).kind for drafts in (False, True)}
     assert kinds == {FORMS["BF16"].kind} and worker.weight(tensor).kind > FORMS["BF16"].kind
 
 
-def heads_code(w: dict[str, Any]) -> nat.Code:
+def head_linear_program(w: dict[str, Any]) -> nat.Code:
     def code(ops: Any, step: Any) -> dict[str, Any]:
-        turned = ops.head_linear(step.hidden, w["heads"])
-        joined = ops.concat(turned, step.hidden, 3)
+        projected = ops.head_linear(step.hidden, w["heads"])
+        joined = ops.concat(projected, step.hidden, 3)
         narrow = ops.sigmoid_mul(ops.linear(step.hidden, w["gate"]), joined)
         logits, gated = ops.take_rows(narrow, step.logit_rows), ops.sigmoid_mul(joined, joined)
-        return {"turned": turned, "joined": joined, "gated": gated, "narrow": narrow, "logits": logits}
+        return {"turned": projected, "joined": joined, "gated": gated, "narrow": narrow, "logits": logits}
 
     return code
 
 
 def heads_weights(form: str, rng: np.random.Generator) -> dict[str, Any]:
-    """Three heads of 33 columns, 21 rows."""
+    """Three heads of 33 columns and 21 rows."""
     heads = [random_matrix(FORMS[form], 21, 33, rng) for _ in range(3)]
     return {"heads": heads, "gate": random_matrix(FORMS["F32"], 6, 99, rng)}
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("form", ["F32", "F16", "BF16"])
-def test_matrices_of_heads(path: str, form: str) -> None:
+def test_head_linear_matches_reference(path: str, form: str) -> None:
     rng = np.random.default_rng(10)
     weights, rows = heads_weights(form, rng), varied_rows(99, rng)
-    check_company(path, heads_code(weights), rows, 10, (3, 64, 129))
+    assert_rows_independent(path, head_linear_program(weights), rows, 10, (3, 64, 129))
     x: Array = rng.standard_normal((7, 99)).astype(np.float32)
     wide = {"heads": [reference_weight(w) for w in weights["heads"]], "gate": reference_weight(weights["gate"])}
-    found = run_native(backend(path), heads_code(weights), single_rows(range(7)), x)
-    for name, expected in nat.run_reference(heads_code(wide), single_rows(range(7)), x).items():
+    found = run_native(backend(path), head_linear_program(weights), single_rows(range(7)), x)
+    for name, expected in nat.run_reference(head_linear_program(wide), single_rows(range(7)), x).items():
         np.testing.assert_allclose(found[name], expected, rtol=1e-5, atol=1e-4)

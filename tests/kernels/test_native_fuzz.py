@@ -1,4 +1,4 @@
-"""Hostile numbers: NaN, infinities, zeros, denormals and extremes stay in the row, sequence or column they are in."""
+"""NaN, infinities, zeros, denormals and extreme values stay in their row, sequence or column."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ many = settings(max_examples=40)
 
 
 def finite_rows(rows: int, width: int, rng: np.random.Generator) -> Array:
-    """Rows of any size; some entries, whole groups or whole rows are special numbers, all finite."""
+    """Rows of any magnitude with special finite numbers in single entries, groups or whole rows."""
     x = rng.standard_normal((rows, width)) * 10.0 ** rng.uniform(-10, 10, (rows, 1))
     x = np.where(rng.random((rows, width)) < rng.choice([0, 0.1, 0.9]), rng.choice(FINITE, (rows, width)), x)
     begin = rng.integers(0, width)
@@ -33,8 +33,8 @@ def finite_rows(rows: int, width: int, rng: np.random.Generator) -> Array:
 @paths
 @given(seed=SEEDS, name=st.sampled_from(list(FORMS)), rows=st.integers(1, 14), width=SIZES, out=SIZES)
 @many
-def test_products(path: str, seed: int, name: str, rows: int, width: int, out: int) -> None:
-    """Poisoned rows become NaN (or infinite) everywhere; the rows beside them keep their bits."""
+def test_products_keep_non_finite_rows_apart(path: str, seed: int, name: str, rows: int, width: int, out: int) -> None:
+    """Rows with NaN or infinity become non-finite; other rows keep their bits."""
     rng, form = np.random.default_rng(seed), FORMS[name]
     w, bias = random_matrix(form, out, width, rng), rng.standard_normal(out).astype(np.float32)
     up, down = random_matrix(form, out, width, rng), random_matrix(FORMS["Q6-16-i8"], 5, out, rng)
@@ -52,9 +52,9 @@ def test_products(path: str, seed: int, name: str, rows: int, width: int, out: i
     found = run_native(worker, code, single_rows(range(rows)), dirty)
     others = np.setdiff1d(np.arange(rows), poisoned)
     assert_same_bits({key: y[others] for key, y in found.items()}, {key: y[others] for key, y in clean.items()})
-    hurt = np.isnan(dirty).any(1) if not form.quantized else ~np.isfinite(dirty).all(1)
+    affected = np.isnan(dirty).any(1) if not form.quantized else ~np.isfinite(dirty).all(1)
     for y in found.values():
-        assert np.isnan(y[hurt]).all()
+        assert np.isnan(y[affected]).all()
     assert not np.isfinite(found["linear"][poisoned]).any() or not values_of(w).all()
 
 
@@ -70,8 +70,8 @@ def check_finite_product(found: Array, inputs: Array, w: Any, bias: Array) -> No
 @paths
 @given(seed=SEEDS, name=st.sampled_from(FLOAT_SCALES), width=SIZES, out=SIZES)
 @many
-def test_scales_of_weights(path: str, seed: int, name: str, width: int, out: int) -> None:
-    """A bad scale is seen in its own column only; extreme ones are right."""
+def test_non_finite_scales_stay_in_their_column(path: str, seed: int, name: str, width: int, out: int) -> None:
+    """Extreme finite scales give correct products."""
     rng, form = np.random.default_rng(seed), FORMS[name]
     w, again = (random_matrix(form, out, width, np.random.default_rng(seed + 1)) for _ in range(2))
     column, group = int(rng.integers(0, out)), int(rng.integers(0, -(-width // form.group)))
@@ -92,7 +92,7 @@ def test_scales_of_weights(path: str, seed: int, name: str, width: int, out: int
 @paths
 @given(seed=SEEDS, rows=st.integers(1, 9), groups=st.integers(1, 4), dim=st.sampled_from([2, 8, 16, 18, 34, 64]))
 @many
-def test_rowwise_ops(path: str, seed: int, rows: int, groups: int, dim: int) -> None:
+def test_rowwise_ops_keep_non_finite_rows_apart(path: str, seed: int, rows: int, groups: int, dim: int) -> None:
     rng = np.random.default_rng(seed)
     norm = rng.standard_normal(dim).astype(np.float32)
     rope = RopeSpec(tuple(rng.uniform(0, 1, int(rng.integers(1, dim // 2 + 1)))), 0, 1.0)
@@ -127,7 +127,7 @@ def test_rowwise_ops(path: str, seed: int, rows: int, groups: int, dim: int) -> 
 
 
 @paths
-def test_silu_of_extremes(path: str) -> None:
+def test_silu_of_extreme_values(path: str) -> None:
     x = np.array([[-3e38, -1e38, -1e30, -1e10, -200, -89, -88, -87, -20, -1e-45, 0, 1e-45, 20, 88, 200, 3e38]])
     ones = random_matrix(FORMS["F32"], 1, 16, np.random.default_rng(0))
     ones.data.view(np.float32)[:] = 1
@@ -145,8 +145,8 @@ NUM_BLOCKS = 12
 KINDS = ("q", "k", "v")
 
 
-class World:
-    """Queries, keys and values by token; a pool that the sequences of a test share and leave to each other."""
+class AttentionHarness:
+    """Queries, keys and values by token, and a pool that the sequences of a test share and reuse."""
 
     def __init__(self, path: str, kv_dtype: str, spec: AttentionSpec, tokens: int, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -163,7 +163,7 @@ class World:
         return code
 
     def entries(self, kind: str) -> Array:
-        """The table's values by token and column, to write to: [blocks, 16, columns]."""
+        """A writable view of the table's values: [blocks, 16, columns]."""
         matrix = self.tables[kind]
         return matrix.data.view(np.float32).reshape(-(-matrix.rows // 16), -1, 16).swapaxes(1, 2)
 
@@ -176,7 +176,7 @@ class World:
 
 
 def shared_blocks(lengths: list[int], first: int, rng: np.random.Generator) -> list[Part]:
-    """Whole sequences, token after token, in shuffled blocks."""
+    """Whole sequences with consecutive tokens, in shuffled blocks."""
     ids = np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
     counts = [(length + first + 15) // 16 for length in lengths]
     tables = np.split(rng.permutation(NUM_BLOCKS), np.cumsum(counts))
@@ -184,7 +184,7 @@ def shared_blocks(lengths: list[int], first: int, rng: np.random.Generator) -> l
 
 
 def in_two(parts: list[Part], rng: np.random.Generator) -> list[list[Part]]:
-    """The same in two passes: some of the rows of each, then the rest."""
+    """The parts in two passes: some rows of each, then the rest."""
     early, late = [], []
     for part in parts:
         cut = int(rng.integers(0, len(part.ids)))
@@ -193,11 +193,11 @@ def in_two(parts: list[Part], rng: np.random.Generator) -> list[list[Part]]:
     return [each for each in (early, late) if each]
 
 
-def run_all(world: World, passes: list[list[Part]], tokens: int, first: int) -> Array:
+def run_all(harness: AttentionHarness, passes: list[list[Part]], tokens: int, first: int) -> Array:
     """Outputs by token."""
-    out = np.zeros((tokens, world.spec.num_heads * world.spec.head_dim), np.float32)
+    out = np.zeros((tokens, harness.spec.num_heads * harness.spec.head_dim), np.float32)
     for parts in passes:
-        for part, found in zip(parts, world.run(parts, first), strict=True):
+        for part, found in zip(parts, harness.run(parts, first), strict=True):
             out[part.ids] = found
     return out
 
@@ -213,54 +213,54 @@ attention_world = {
 @paths
 @given(**attention_world)
 @many
-def test_poisoned_sequences(
+def test_non_finite_sequences_do_not_affect_others(
     path: str, seed: int, kv_dtype: str, heads: tuple[int, int, int], first: int, lengths: list[int]
 ) -> None:
-    """In blocks full of what another sequence left there, beside a sequence with bad rows."""
+    """Blocks hold non-finite values of an earlier sequence, and another sequence of the pass has non-finite rows."""
     rng = np.random.default_rng(seed)
-    spec, tokens, former = AttentionSpec(*heads, heads[2] ** -0.5), sum(lengths), NUM_BLOCKS * 16
-    clean, dirty = (World(path, kv_dtype, spec, tokens + former, seed) for _ in range(2))
+    spec, tokens, num_former = AttentionSpec(*heads, heads[2] ** -0.5), sum(lengths), NUM_BLOCKS * 16
+    clean, dirty = (AttentionHarness(path, kv_dtype, spec, tokens + num_former, seed) for _ in range(2))
     passes = in_two(shared_blocks(lengths, first, rng), rng)
     expected = run_all(clean, passes, tokens, first)
-    for token in range(tokens, tokens + former):
+    for token in range(tokens, tokens + num_former):
         for kind in KINDS:
             dirty.write(kind, token, rng.integers(0, heads[2]), rng.choice(SPECIAL))
-    dirty.run([Part(np.arange(tokens, tokens + former), 0, rng.permutation(NUM_BLOCKS))], 0)
+    dirty.run([Part(np.arange(tokens, tokens + num_former), 0, rng.permutation(NUM_BLOCKS))], 0)
     token, kind, value = int(rng.integers(0, tokens)), rng.choice(KINDS), rng.choice(SPECIAL)
     dirty.write(kind, token, rng.integers(0, heads[2]), value)
     found = run_all(dirty, passes, tokens, first)
     end = int(np.cumsum(lengths)[np.searchsorted(np.cumsum(lengths), token, side="right")])
-    hurt = np.arange(token, token + 1 if kind == "q" else end)
-    others = np.setdiff1d(np.arange(tokens), hurt)
+    affected = np.arange(token, token + 1 if kind == "q" else end)
+    others = np.setdiff1d(np.arange(tokens), affected)
     assert_same_bits({"y": found[others]}, {"y": expected[others]})
     if np.isnan(value):
-        assert np.isnan(found[hurt]).any(1).all()
+        assert np.isnan(found[affected]).any(1).all()
 
 
 @pytest.mark.slow
 @paths
 @given(**attention_world)
 @many
-def test_extreme_attention(
+def test_attention_of_extreme_values(
     path: str, seed: int, kv_dtype: str, heads: tuple[int, int, int], first: int, lengths: list[int]
 ) -> None:
-    """Zeros, denormals, values of any size, scores so far apart that one key takes all."""
+    """Zeros, denormals, values of any magnitude, and scores so far apart that one key dominates."""
     rng = np.random.default_rng(seed)
     spec, tokens = AttentionSpec(*heads, heads[2] ** -0.5), sum(lengths)
-    world = World(path, kv_dtype, spec, tokens, seed)
+    harness = AttentionHarness(path, kv_dtype, spec, tokens, seed)
     for kind, low, high in (("q", -6, 1), ("k", -6, 1), ("v", -20, 15)):
-        world.entries(kind)[:] *= np.float32(10.0 ** rng.uniform(low, high))
+        harness.entries(kind)[:] *= np.float32(10.0 ** rng.uniform(low, high))
     for token in np.flatnonzero(rng.random(tokens) < 0.3).tolist():
         begin = rng.integers(0, heads[2])
-        world.write(rng.choice(KINDS), token, slice(begin, begin + heads[2]), rng.choice([0, 1e-45, -1e-39]))
-    world.entries("q")[:] = nat.rounded_rows(world.entries("q"))  # some paths round queries, and the weights of values
+        harness.write(rng.choice(KINDS), token, slice(begin, begin + heads[2]), rng.choice([0, 1e-45, -1e-39]))
+    harness.entries("q")[:] = nat.rounded_rows(harness.entries("q"))  # some paths round queries and attention weights
     tolerance = nat.attention_tolerance(path, kv_dtype, 1e-4)
     passes = in_two(shared_blocks(lengths, first, rng), rng)
-    found = run_all(world, passes, tokens, first)
-    kept = {kind: nat.reference_weight(table) for kind, table in world.tables.items()}
+    found = run_all(harness, passes, tokens, first)
+    kept = {kind: nat.reference_weight(table) for kind, table in harness.tables.items()}
     for kind in ("k", "v"):
-        kept[kind] = torch.from_numpy(nat.stored(values_of(world.tables[kind]), kv_dtype, heads[2])).double()
-    oracle = world.code_of(kept, ReferenceBackend(dtype="float64").kv_pool(NUM_BLOCKS * 16, spec))
+        kept[kind] = torch.from_numpy(nat.stored(values_of(harness.tables[kind]), kv_dtype, heads[2])).double()
+    oracle = harness.code_of(kept, ReferenceBackend(dtype="float64").kv_pool(NUM_BLOCKS * 16, spec))
     largest = float(kept["v"].abs().max())
     for parts in passes:
         expected = nat.run_reference(oracle, nat.plan_of(parts, first_position=first))["y"]
@@ -268,13 +268,13 @@ def test_extreme_attention(
 
 
 @paths
-def test_scores_of_minus_infinity(path: str) -> None:
-    """Keys beyond any float32 score weigh nothing, even if they fill all of the first positions."""
-    world = World(path, "float32", AttentionSpec(1, 1, 8, 1.0), 80, 0)
-    world.entries("q")[:] = 1e30
-    world.entries("k")[:] = -1e30
+def test_scores_of_minus_infinity_have_no_weight(path: str) -> None:
+    """Keys beyond any float32 score have no weight, even if they fill all of the first positions."""
+    harness = AttentionHarness(path, "float32", AttentionSpec(1, 1, 8, 1.0), 80, 0)
+    harness.entries("q")[:] = 1e30
+    harness.entries("k")[:] = -1e30
     for token in range(70, 80):
-        world.write("k", token, slice(None), 0)
-    found = world.run([Part(np.arange(80), 0, np.arange(5))], 0)[0]
-    mean = values_of(world.tables["v"])[70:].cumsum(0) / np.arange(1, 11)[:, None]
+        harness.write("k", token, slice(None), 0)
+    found = harness.run([Part(np.arange(80), 0, np.arange(5))], 0)[0]
+    mean = values_of(harness.tables["v"])[70:].cumsum(0) / np.arange(1, 11)[:, None]
     np.testing.assert_allclose(found[70:], mean, rtol=1e-5, atol=1e-6)

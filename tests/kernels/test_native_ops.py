@@ -1,4 +1,4 @@
-"""The bit contract of the native ops: a row alone and the same row in any company have the same output bits."""
+"""Row invariance of the native ops: a row has the same output bits alone and in any batch."""
 
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -27,9 +27,9 @@ VARIETY = 40
 """Different rows; longer passes repeat them."""
 
 
-def check_company(path: str, code: nat.Code, hidden: nat.Array, seed: int, counts: Seq[int] = COUNTS) -> None:
-    """Every row alone, then in passes of other rows: results [R, ...] and, in reverse, logits [R, ...]; and alone by
-    plain C++."""
+def assert_rows_independent(path: str, code: nat.Code, hidden: nat.Array, seed: int, counts: Seq[int] = COUNTS) -> None:
+    """Compares every row alone with passes of other rows, and with the portable path: results [R, ...] and logits [R,
+    ...] in reverse order."""
     rng = np.random.default_rng(seed)
     workers = [backend(path, threads) for threads in (1, 2, 3)]
     rows = np.arange(len(hidden))
@@ -45,13 +45,13 @@ def check_company(path: str, code: nat.Code, hidden: nat.Array, seed: int, count
 
 
 def varied_rows(width: int, rng: np.random.Generator) -> nat.Array:
-    """Rows of many sizes, some with groups of zeros."""
+    """Rows of many magnitudes, some with groups of zeros."""
     rows = rng.standard_normal((VARIETY, width)) * 10.0 ** rng.uniform(-4, 4, (VARIETY, 1))
     rows[::5, 32:64] = 0
     return rows.astype(np.float32)
 
 
-def test_a_result_may_have_two_names() -> None:
+def test_result_may_have_two_names() -> None:
     hidden = np.ones((3, 16), np.float32)
 
     def code(ops: Any, step: Any) -> dict[str, Any]:
@@ -65,8 +65,8 @@ def test_a_result_may_have_two_names() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", FORMS)
-def test_products(path: str, name: str) -> None:
-    """Sizes that are multiples of nothing; gate and up of one form and of two; a product of what was gated."""
+def test_products_are_row_invariant(path: str, name: str) -> None:
+    """Odd sizes; gate and up of equal and different forms; a product of a gated result."""
     index = list(FORMS).index(name)
     rng = np.random.default_rng(index)
     other = FORMS[list(FORMS)[index * 7 % len(FORMS)]]
@@ -88,11 +88,11 @@ def test_products(path: str, name: str) -> None:
             "logits": ops.linear(ops.take_rows(down, step.logit_rows), w["head"]),
         }  # fmt: skip
 
-    check_company(path, code, varied_rows(width, rng), index)
+    assert_rows_independent(path, code, varied_rows(width, rng), index)
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_rowwise_ops(path: str) -> None:
+def test_rowwise_ops_are_row_invariant(path: str) -> None:
     rng = np.random.default_rng(1)
     width, head_dim = 66, 22
     norms = {size: rng.standard_normal(size).astype(np.float32) for size in (66, 22, 11)}
@@ -111,11 +111,11 @@ def test_rowwise_ops(path: str) -> None:
         out |= {"scaled": ops.scale(x, 0.3), "capped": ops.softcap(x, 30.0), "columns": ops.columns(x, 7, 20)}
         return out | {"both": both, "zeroed": zeroed, "total": total, "added": added, "logits": logits}
 
-    check_company(path, code, varied_rows(width, rng), 1)
+    assert_rows_independent(path, code, varied_rows(width, rng), 1)
 
 
 class Sequences:
-    """Sequences of random tokens, whose queries, keys and values are rows of tables; every token is used once."""
+    """Sequences of random tokens, with queries, keys and values in tables; every token occurs once."""
 
     def __init__(self, spec: AttentionSpec, lengths: Seq[int], first_position: int, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -135,7 +135,7 @@ class Sequences:
         return code
 
     def run(self, path: str, kv_dtype: str, passes: Seq[Seq[tuple[int, int, int]]], threads: int = 1) -> list[Any]:
-        """Passes of spans (sequence, begin, end), counted from the first position. Results by sequence."""
+        """Results by sequence. Spans are (sequence, begin, end), counted from the first position."""
         worker = backend(path, threads, kv_dtype)
         pool = worker.kv_pool(self.num_blocks * 16, self.spec)
         tables, blocks = [], self.rng.permutation(self.num_blocks)
@@ -152,14 +152,14 @@ class Sequences:
                 found[s].append({name: value[row:end] for name, value in results.items()})
         return [{name: np.concatenate([piece[name] for piece in each]) for name in each[0]} for each in found]
 
-    def alone(self) -> list[list[tuple[int, int, int]]]:
+    def row_by_row(self) -> list[list[tuple[int, int, int]]]:
         return [[(s, i, i + 1)] for s, length in enumerate(self.lengths) for i in range(length)]
 
-    def at_once(self) -> list[list[tuple[int, int, int]]]:
+    def one_pass_each(self) -> list[list[tuple[int, int, int]]]:
         return [[(s, 0, length)] for s, length in enumerate(self.lengths)]
 
     def chunked(self, chunk: int) -> list[list[tuple[int, int, int]]]:
-        """All sequences side by side, in another order in each pass."""
+        """All sequences in each pass, in shuffled order."""
         passes = []
         for begin in range(0, max(self.lengths), chunk):
             left = [s for s, length in enumerate(self.lengths) if begin < length]
@@ -168,7 +168,7 @@ class Sequences:
         return passes
 
     def staggered(self) -> list[list[tuple[int, int, int]]]:
-        """A prompt beside single rows and drafts of others."""
+        """A prompt in one pass with single rows and drafts of other sequences."""
         lengths, (long, *rest) = self.lengths, np.argsort(self.lengths)[::-1].tolist()
         first = [[(s, 0, lengths[s] - 5) for s in rest]]
         return [*first, [*((s, lengths[s] - 5, lengths[s] - 1) for s in rest), (long, 0, 70)],
@@ -187,11 +187,11 @@ SPECS = [
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("kv_dtype", "first", "spec"), SPECS)
-def test_attention(path: str, kv_dtype: str, first: int, spec: tuple[Any, ...]) -> None:
+def test_attention_is_row_invariant(path: str, kv_dtype: str, first: int, spec: tuple[Any, ...]) -> None:
     sequences = Sequences(AttentionSpec(*spec), (150, 64, 33, 17, 7), first, spec[2])
-    expected = sequences.run(path, kv_dtype, sequences.alone())
+    expected = sequences.run(path, kv_dtype, sequences.row_by_row())
     schedules = {
-        "at once": sequences.at_once(), "one pass": sequences.chunked(1000), "37": sequences.chunked(37),
+        "at once": sequences.one_pass_each(), "one pass": sequences.chunked(1000), "37": sequences.chunked(37),
         "rows": sequences.chunked(1), "4": sequences.chunked(4), "staggered": sequences.staggered(),
     }  # fmt: skip
     for i, (name, passes) in enumerate(schedules.items()):
@@ -201,12 +201,12 @@ def test_attention(path: str, kv_dtype: str, first: int, spec: tuple[Any, ...]) 
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_attention_over_long_contexts_side_by_side(path: str) -> None:
-    """Threads share contexts of more than 512 positions where rows are few: one row of each sequence in a pass."""
+def test_attention_over_long_contexts_is_independent_of_threads(path: str) -> None:
+    """Threads share contexts of more than 512 positions in passes of few rows: here one row of each sequence."""
     sequences = Sequences(AttentionSpec(6, 3, 16, 0.25), (1100, 700, 530), 0, 5)
     prompts = [[(s, 0, length - 40)] for s, length in enumerate(sequences.lengths)]
     rows = [[(s, length - i, length - i + 1) for s, length in enumerate(sequences.lengths)] for i in range(40, 0, -1)]
-    expected = sequences.run(path, "float32", sequences.at_once())
+    expected = sequences.run(path, "float32", sequences.one_pass_each())
     for threads in (2, 3):
         found = sequences.run(path, "float32", prompts + rows, threads)
         for s in range(len(sequences.lengths)):
@@ -214,9 +214,9 @@ def test_attention_over_long_contexts_side_by_side(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_stored_hidden_states(path: str) -> None:
-    """What a trunk keeps at its rows' slots, in parts of its columns, a head reads one position later, in any order of
-    rows."""
+def test_head_reads_stored_hidden_states(path: str) -> None:
+    """A trunk stores hidden states at its rows' slots, in parts of the columns; a head reads them one position later,
+    in any order of rows."""
     rng, worker = np.random.default_rng(2), backend(path, 2)
     hidden, table = rng.standard_normal((40, 19)).astype(np.float32), rng.permutation(5)[:3]
     pool = worker.hidden_pool(5 * 16, 38)

@@ -1,4 +1,4 @@
-"""The native ops against float64: the reference backend, and what 8-bit activations are documented to be."""
+"""Native ops compared with float64: the reference backend, and the documented rounding of 8-bit activations."""
 
 import math
 from collections.abc import Callable
@@ -31,8 +31,8 @@ from headstart.kernels.reference.moe import ACTIVATIONS as REFERENCE, gated
 ROWS = 7
 
 
-def both(path: str, make: Any, weights: dict[str, Any], hidden: Array, position: int = 0) -> tuple[Any, Any]:
-    """Results of make(weights) on both backends."""
+def run_both(path: str, make: Any, weights: dict[str, Any], hidden: Array, position: int = 0) -> tuple[Any, Any]:
+    """Results of make(weights) on the native and the reference backend."""
     plan = single_rows(range(len(hidden)), position)
     widened = {name: reference_weight(weight) for name, weight in weights.items()}
     return run_native(backend(path), make(weights), plan, hidden), nat.run_reference(make(widened), plan, hidden)
@@ -47,7 +47,7 @@ def assert_close(found: Array, expected: Array, scale: Array | float = 1.0, tole
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize(("rows", "cols"), [(45, 99), (16, 64), (1, 1), (33, 1090)])
-def test_linear(path: str, name: str, rows: int, cols: int) -> None:
+def test_linear_matches_float64(path: str, name: str, rows: int, cols: int) -> None:
     rng = np.random.default_rng(rows)
     w = random_matrix(FORMS[name], rows, cols, rng)
     bias = rng.standard_normal(rows).astype(np.float32)
@@ -62,9 +62,9 @@ def test_linear(path: str, name: str, rows: int, cols: int) -> None:
 
 
 def check_product(found: Array, x: Array, inputs: Array, form: nat.Form, values: Array) -> None:
-    """The product with the rows as this form takes them; those of integers are within half a step of x."""
+    """Compares with the product of rows as this form rounds them; quantized rows must be within half a step of x."""
     wide = values.astype(np.float64).T
-    # a minimum and q * scale may cancel: what is summed is larger than the values
+    # a minimum and q * scale may cancel, so the summands are larger than the values
     spread = np.abs(wide) + (np.abs(values.T).max() * 2 if form.has_min else 0)
     assert_close(found, inputs @ wide, np.abs(inputs) @ spread + 1e-30, 2e-6)
     if form.quantized:
@@ -74,7 +74,7 @@ def check_product(found: Array, x: Array, inputs: Array, form: nat.Form, values:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", FORMS)
-def test_embed(path: str, name: str) -> None:
+def test_embed_returns_table_rows(path: str, name: str) -> None:
     table = random_matrix(FORMS[name], 50, 99, np.random.default_rng(3))
 
     def code(ops: Any, step: Any) -> dict[str, Any]:
@@ -86,7 +86,7 @@ def test_embed(path: str, name: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", [name for name, form in FORMS.items() if not form.quantized])
-def test_gated_floats(path: str, name: str) -> None:
+def test_gated_products_match_float64(path: str, name: str) -> None:
     rng = np.random.default_rng(5)
     weights = {key: random_matrix(FORMS[name], 71, 99, rng) for key in ("gate", "up")}
     weights |= {"bias": rng.standard_normal(71).astype(np.float32)}
@@ -101,16 +101,16 @@ def test_gated_floats(path: str, name: str) -> None:
 
         return code
 
-    x = nat.rounded_rows(rng.standard_normal((ROWS, 99)).astype(np.float32))  # nothing is lost on any path
-    found, expected = both(path, make, weights, x)
+    x = nat.rounded_rows(rng.standard_normal((ROWS, 99)).astype(np.float32))  # exact on every path
+    found, expected = run_both(path, make, weights, x)
     for each in expected:
         assert_close(found[each], expected[each], 10)
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", FORMS)
-def test_a_gated_step_is_its_parts(path: str, name: str) -> None:
-    """silu(gate) * up in one step, and its 8-bit form, have the bits of the ops one by one."""
+def test_fused_gated_step_equals_separate_ops(path: str, name: str) -> None:
+    """silu(gate) * up in one step, and its 8-bit form, equal the separate ops bit for bit."""
     rng = np.random.default_rng(6)
     gate, up = random_matrix(FORMS[name], 71, 99, rng), random_matrix(FORMS["Q8-32-f16"], 71, 99, rng)
     down, bias = random_matrix(FORMS["Q4-16-i8-min"], 21, 71, rng), rng.standard_normal(71).astype(np.float32)
@@ -121,7 +121,7 @@ def test_a_gated_step_is_its_parts(path: str, name: str) -> None:
             a, b = ops.linear(x, gate, bias), ops.linear(x, other)
             fused = ops.activate_mul(a, b)
             results |= {f"fused {i}": fused, f"fused down {i}": ops.linear(fused, down)}
-            both = ops.concat(a, b)  # reads them: from here on they stand by themselves
+            both = ops.concat(a, b)  # reads both, so they are computed separately from here on
             parts = ops.activate_mul(a, b)
             results |= {f"parts {i}": parts, f"parts down {i}": ops.linear(parts, down), f"both {i}": both}
         return results
@@ -136,7 +136,7 @@ def test_a_gated_step_is_its_parts(path: str, name: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(("width", "head_dim"), [(66, 22), (64, 64), (24, 8), (160, 80)])
-def test_rowwise_ops(path: str, width: int, head_dim: int) -> None:
+def test_rowwise_ops_match_float64(path: str, width: int, head_dim: int) -> None:
     rng = np.random.default_rng(width)
     weights = {f"norm {n}": rng.standard_normal(n).astype(np.float32) for n in (width, head_dim, head_dim // 2)}
     dims = [dim for dim in (head_dim, head_dim // 2 // 2 * 2, 6, 2) if dim]
@@ -153,23 +153,23 @@ def test_rowwise_ops(path: str, width: int, head_dim: int) -> None:
             zeroed, kept = (ops.zero_where(joined, step.positions, at) for at in (300, 299))
             put = ops.put_where(x, step.token_ids, 3, w[f"norm {width}"])
             parts = ops.rms_norm(x, w[f"norm {width}"], 1e-6, width // head_dim)
-            taken = ops.rms_norm(ops.take_rows(joined, step.logit_rows), w[f"norm {width}"], 1e-6)
+            taken_rows = ops.rms_norm(ops.take_rows(joined, step.logit_rows), w[f"norm {width}"], 1e-6)
             out |= {"normed": normed, "total": total, "narrow": narrow, "joined": joined}
-            return out | {"zeroed": zeroed, "kept": kept, "taken": taken, "put": put, "parts": parts}
+            return out | {"zeroed": zeroed, "kept": kept, "taken": taken_rows, "put": put, "parts": parts}
 
         return code
 
     x = (rng.standard_normal((ROWS, width)) * 10.0 ** rng.uniform(-3, 3, (ROWS, 1))).astype(np.float32)
     for position in (0, 300):
-        found, expected = both(path, make, weights, x, position)
+        found, expected = run_both(path, make, weights, x, position)
         sizes = np.abs(x).max(1, keepdims=True)
         for name in expected:
             assert_close(found[name], expected[name], sizes[::-1] if name == "taken" else sizes)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_convolutions_stay_in_their_sequence(threads: int) -> None:
-    """Of one row, of fewer and of more rows than taps, beside each other."""
+def test_convolution_stays_within_its_sequence(threads: int) -> None:
+    """Sequences of one row, of fewer rows and of more rows than taps, in one pass."""
     rng, width, groups, taps = np.random.default_rng(3), 12, 4, 3
     lengths = (1, 2, 7, 1, 5)
     x, delta = (rng.standard_normal((sum(lengths), n)).astype(np.float32) for n in (width, taps * groups))
@@ -203,8 +203,8 @@ EXACT: dict[Activation, Callable[[Array], Array]] = {
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_activations(path: str) -> None:
-    """From the largest negative number to the largest; gated in one step too."""
+def test_activations_match_float64(path: str) -> None:
+    """From the largest negative to the largest positive number, and gated in one step."""
     small = np.random.default_rng(8).standard_normal((20, 64)) * np.repeat([1e-6, 0.1, 1, 5], 5)[:, None]
     edges = [0, 1e-45, 0.0624, 0.0626, 0.62, 0.63, 1, 5, 9.99, 10.01, 13.9, 14.1, 40, 88, 1e3, 1e20, 3e38]
     x = np.vstack([small, np.array([*edges, *(-each for each in edges), np.nan] + [0] * 29)]).astype(np.float32)
@@ -222,7 +222,7 @@ def test_activations(path: str) -> None:
         for kind, of in EXACT.items():
             expected = of(x.astype(np.float64))
             np.testing.assert_allclose(found[kind], expected.astype(np.float32), rtol=2e-5, atol=1e-30)
-            rows = slice(0, 20)  # a NaN or 3e38 spoils its row's products
+            rows = slice(0, 20)  # NaN or 3e38 in a row affects its products
             np.testing.assert_allclose(found[f"{kind} x"][rows], (expected * (x + 1))[rows], rtol=2e-5, atol=1e-12)
             wide = REFERENCE[kind](torch.from_numpy(x[rows].astype(np.float64)))
             np.testing.assert_allclose(wide, expected[rows], rtol=1e-9, atol=1e-13)
@@ -246,12 +246,12 @@ LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 128, 200, 300)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "fp8"])
 @pytest.mark.parametrize("heads", HEADS)
-def test_attention(path: str, kv_dtype: str, heads: tuple[int, int, int]) -> None:
-    """Contexts of every length in one pass; half of each was there before."""
+def test_attention_matches_float64(path: str, kv_dtype: str, heads: tuple[int, int, int]) -> None:
+    """Contexts of every length in one pass; half of each was stored by an earlier pass."""
     spec = AttentionSpec(*heads, scale=heads[2] ** -0.5)
     rng = np.random.default_rng(heads[2])
     total, narrow, first = sum(LENGTHS), heads[1] * heads[2], heads[2] // 8 % 2
-    q = random_matrix(FORMS["BF16"], total, heads[0] * heads[2], rng)  # some paths round queries, and weights
+    q = random_matrix(FORMS["BF16"], total, heads[0] * heads[2], rng)  # some paths round queries and attention weights
     k, v = (random_matrix(FORMS["F32"], total, narrow, rng) for _ in range(2))
     tolerance = nat.attention_tolerance(path, kv_dtype, 3e-6)
 
@@ -268,13 +268,13 @@ def test_attention(path: str, kv_dtype: str, heads: tuple[int, int, int]) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "fp8"])
-def test_latent_attention(path: str, kv_dtype: str) -> None:
-    """DeepSeek-V3's widths: values are the first 512 of 576 features of the one key, with its scale."""
+def test_latent_attention_matches_float64(path: str, kv_dtype: str) -> None:
+    """DeepSeek-V3's widths: values are the first 512 of 576 features of the single key, with its scale."""
     spec = AttentionSpec(5, 1, 576, 192**-0.5, 512, latent=True)
     rng, total = np.random.default_rng(1), sum(LENGTHS)
     q = random_matrix(FORMS["F32"], total, 5 * 576, rng)
     k = rng.standard_normal((total, 576)).astype(np.float32) * 0.3
-    k[:, 7] = 2  # the peak of key and value
+    k[:, 7] = 2  # the maximum of key and value
     kept = nat.stored(k, kv_dtype, 576)
 
     native, oracle = backend(path, kv_dtype=kv_dtype), ReferenceBackend(dtype="float64")
@@ -306,8 +306,8 @@ def attention_plans(blocks: Array, first: int) -> list[Any]:
     return [nat.plan_of(parts, first_position=first) for parts in (early, late)]
 
 
-def test_no_rows_of_logits() -> None:
-    """A pass that only fills the cache."""
+def test_pass_without_logit_rows() -> None:
+    """Such a pass only fills the cache."""
     w = random_matrix(FORMS["Q8-32-f16"], 33, 64, np.random.default_rng(7))
 
     def code(ops: Any, step: Any) -> dict[str, Any]:

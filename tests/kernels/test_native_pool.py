@@ -7,7 +7,7 @@ RUN_NS = 5_000_000
 
 
 def runs_until(fallback: SoloFallback, is_solo: bool, late: int) -> int:
-    """Number of runs, each with `late` nanoseconds of waiting in parallel, until the fallback switches."""
+    """Number of runs with `late` nanoseconds of parallel waiting until the fallback switches."""
     for run in range(2000):
         if fallback.is_solo is is_solo:
             return run
@@ -23,7 +23,7 @@ def test_few_late_runs_do_not_switch() -> None:
         assert not fallback.is_solo
 
 
-def test_a_taken_core_switches_to_one_thread_with_longer_and_longer_pauses_between_trials() -> None:
+def test_occupied_core_switches_to_one_thread_with_growing_pauses() -> None:
     fallback = SoloFallback(2)
     trials, pauses = [], []
     for _ in range(8):
@@ -37,8 +37,8 @@ def test_a_taken_core_switches_to_one_thread_with_longer_and_longer_pauses_betwe
     assert runs_until(fallback, False, 8 * RUN_NS) == 16
 
 
-def test_many_threads_switch_only_if_most_of_them_wait() -> None:
-    """Seven of eight wait for as long as a run takes: alone, each run would take longer."""
+def test_many_threads_switch_only_if_most_wait() -> None:
+    """Seven of eight threads wait for as long as a run takes: one thread alone would take longer."""
     fallback = SoloFallback(8)
     for _ in range(100):
         fallback.record_run(2 * RUN_NS, 7 * RUN_NS)

@@ -1,4 +1,5 @@
-"""What rows see: windows, sinks, softcap, blocks and trees; against float64, and bit for bit in any company."""
+"""Visibility of rows: windows, sinks, softcap, blocks and trees, compared with float64 and row-invariant bit for
+bit."""
 
 import pickle
 from dataclasses import replace
@@ -45,7 +46,7 @@ def random_tables(seed: int, rows: int, widths: tuple[int, ...]) -> list[Any]:
     return [random_matrix(nat.FORMS["F32"], rows, width, rng) for width in widths]
 
 
-class World:
+class AttentionHarness:
     """Queries, keys and values by token on one backend, and a pool for them."""
 
     def __init__(
@@ -61,15 +62,15 @@ class World:
         self.index = IndexSpec(kv_heads, 18, top_k, every, whole=True) if every else self.index
         self.index = replace(self.index, num_heads=3 * kv_heads, groups=kv_heads, local=True) if local else self.index
         widths = [n * dim for n in (heads, kv_heads, kv_heads)]
-        # queries and weights of the indexer (one that selects blocks has none), its keys
+        # queries and weights of the indexer (none if it selects blocks), and its keys
         widths += [self.index.num_heads * 18, self.index.num_heads, 18] if self.index else []
         self.tables = random_tables(seed, 4 * length, tuple(widths))
         self.sinks = self.rng.standard_normal(heads).astype(np.float32) * 2 if sinks else None
         self.workers = [nat.backend(path, threads, kv_dtype) for threads in (1, 2, 3)]
-        self.fresh()
+        self.reset_pools()
 
-    def fresh(self) -> None:
-        """Other pools, in which nothing was written."""
+    def reset_pools(self) -> None:
+        """Replaces the pools by empty ones."""
         self.pools = self.pools_of(self.workers[0])
         self.code = self.code_of(self.tables, self.pools, self.sinks)
 
@@ -98,10 +99,10 @@ class World:
         return run_native(self.workers[worker], self.code, plan)["y"]
 
     def oracle(self, plans: list[StepPlan]) -> list[Array]:
-        """The same in float64, over keys and values as the pool keeps them. One path after another asks for it."""
+        """Results in float64 over keys and values as rounded in the pool. They are cached for tests of other paths."""
         sinks = None if self.sinks is None else self.sinks.tobytes()
-        asked = (self.kv_dtype, self.spec, self.index, self.seed, sinks, plans)
-        if (key := pickle.dumps(asked)) not in EXPECTED:
+        inputs = (self.kv_dtype, self.spec, self.index, self.seed, sinks, plans)
+        if (key := pickle.dumps(inputs)) not in EXPECTED:
             EXPECTED.clear()
             EXPECTED[key] = self.compute_oracle(plans)
         return EXPECTED[key]
@@ -129,20 +130,20 @@ BARE = ("all", "window 17", "the best 37")
 @paths
 @kv_dtypes
 @pytest.mark.parametrize(("seen", "sinks"), [*((name, True) for name in SEEN), *((name, False) for name in BARE)])
-def test_what_a_row_sees(path: str, kv_dtype: str, seen: str, sinks: bool) -> None:
-    """In two passes, against float64; then row by row and in spans beside another sequence: the same bits."""
-    world = World(path, kv_dtype, sinks=sinks, **SEEN[seen])
-    table = world.table()
+def test_visible_positions_match_float64(path: str, kv_dtype: str, seen: str, sinks: bool) -> None:
+    """Two passes compared with float64; then row by row and in spans beside another sequence, bit for bit."""
+    harness = AttentionHarness(path, kv_dtype, sinks=sinks, **SEEN[seen])
+    table = harness.table()
     plans = [plan_of([Part(np.arange(begin, end), begin, table)]) for begin, end in ((0, 90), (90, LENGTH))]
-    found = [world.run(plan) for plan in plans]
-    for ours, theirs in zip(found, world.oracle(plans), strict=True):
+    found = [harness.run(plan) for plan in plans]
+    for ours, theirs in zip(found, harness.oracle(plans), strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=attention_tolerance(path, kv_dtype, 6e-6))
-    world.fresh()
+    harness.reset_pools()
     others, rows = np.setdiff1d(np.arange(NUM_BLOCKS), table), []
     for i, begin in enumerate(starts := [0, 1, 2, 9, 26, 90, 150, 151]):
         end = [*starts, LENGTH][i + 1]
         parts = [Part(np.arange(begin, end), begin, table), Part(LENGTH + np.arange(i + 3), 0, others)]
-        rows.append(world.run(plan_of(parts), i % 3)[: end - begin])
+        rows.append(harness.run(plan_of(parts), i % 3)[: end - begin])
     assert_same_bits({"y": np.concatenate(rows)}, {"y": np.concatenate(found)}, seen)
 
 
@@ -151,40 +152,43 @@ def test_what_a_row_sees(path: str, kv_dtype: str, seen: str, sinks: bool) -> No
 @kv_dtypes
 @pytest.mark.parametrize("seen", [
     "all", "window 17", "window and softcap", "causal", "the best 37", "the best 3 blocks of 9", *BLIND])  # fmt: skip
-def test_rows_of_a_block_see_each_other(path: str, kv_dtype: str, seen: str) -> None:
-    """A block of 9 behind 60 tokens; each of its rows alone, over what is stored, has the same bits."""
-    world = World(path, kv_dtype, sinks=True, **{**SEEN, **BLIND}[seen])
-    table, block = world.table(), np.arange(60, 69)
+def test_block_rows_see_each_other(path: str, kv_dtype: str, seen: str) -> None:
+    """A block of 9 rows after 60 tokens; each row alone over the stored keys has the same bits."""
+    harness = AttentionHarness(path, kv_dtype, sinks=True, **{**SEEN, **BLIND}[seen])
+    table, block = harness.table(), np.arange(60, 69)
     whole = plan_of([Part(block, 60, table)])
     whole.visible_end = np.full(9, 68, np.int32)
     plans = [plan_of([Part(np.arange(60), 0, table)]), whole]
-    found = [world.run(plan) for plan in plans]
-    np.testing.assert_allclose(found[1], world.oracle(plans)[1], rtol=0, atol=attention_tolerance(path, kv_dtype, 6e-6))
+    found = [harness.run(plan) for plan in plans]
+    np.testing.assert_allclose(
+        found[1], harness.oracle(plans)[1], rtol=0, atol=attention_tolerance(path, kv_dtype, 6e-6)
+    )
     for i in (0, 3, 8):
         alone = plan_of([Part(block[i : i + 1], 60 + i, table)])
         alone.visible_end = np.array([68], np.int32)
-        assert_same_bits({"y": world.run(alone, i % 3)}, {"y": found[1][i : i + 1]}, i)
+        assert_same_bits({"y": harness.run(alone, i % 3)}, {"y": found[1][i : i + 1]}, i)
 
 
 @pytest.mark.slow
 @paths
 @pytest.mark.parametrize("kv_dtype", HEADS)
-def test_a_window_reaches_the_start_of_an_image(path: str, kv_dtype: str) -> None:
-    """Forty rows that see each other, on both sides of a split, each row alone too, on any number of threads."""
-    world = World(path, kv_dtype, sinks=True, length=560, window=17)
-    table, image = world.table(), np.arange(500, 540)
+def test_window_extends_to_the_start_of_an_image(path: str, kv_dtype: str) -> None:
+    """Forty rows that see each other, on both sides of a split; each row alone has the same bits, for any number of
+    threads."""
+    harness = AttentionHarness(path, kv_dtype, sinks=True, length=560, window=17)
+    table, image = harness.table(), np.arange(500, 540)
     whole, start, end = plan_of([Part(image, 500, table)]), np.full(40, 500, np.int32), np.full(40, 539, np.int32)
     whole.visible_start, whole.visible_end = start, end
     plans = [plan_of([Part(np.arange(500), 0, table)]), whole]
-    found = [world.run(plan) for plan in plans][1]
-    np.testing.assert_allclose(found, world.oracle(plans)[1], rtol=0, atol=attention_tolerance(path, kv_dtype, 6e-6))
+    found = [harness.run(plan) for plan in plans][1]
+    np.testing.assert_allclose(found, harness.oracle(plans)[1], rtol=0, atol=attention_tolerance(path, kv_dtype, 6e-6))
     for worker in (1, 2):
-        assert_same_bits({"y": world.run(whole, worker)}, {"y": found}, worker)
+        assert_same_bits({"y": harness.run(whole, worker)}, {"y": found}, worker)
     for i in (0, 16, 30, 39):
         alone = plan_of([Part(image[i : i + 1], 500 + i, table)])
         alone.visible_start, alone.visible_end = start[:1], end[:1]
         for worker in range(3):
-            assert_same_bits({"y": world.run(alone, worker)}, {"y": found[i : i + 1]}, (i, worker))
+            assert_same_bits({"y": harness.run(alone, worker)}, {"y": found[i : i + 1]}, (i, worker))
 
 
 @pytest.mark.slow
@@ -193,29 +197,30 @@ def test_a_window_reaches_the_start_of_an_image(path: str, kv_dtype: str) -> Non
     *((kv_dtype, *at) for kv_dtype in HEADS for at in ((7, 16), (505, 16))),
     ("float32", 60, 16), ("fp8", 1040, 16), ("bfloat16", 1030, 520), ("int8", 1030, 520),
 ])  # fmt: skip
-def test_rows_of_a_block_share_a_window(path: str, kv_dtype: str, start: int, window: int) -> None:
-    """Each row has the bits of one alone whose own window reaches as far back, on any number of threads; so have rows
-    with paths. A window of 520 has three stretches, of which the first row alone would see the first."""
-    world = World(path, kv_dtype, sinks=True, length=1090, window=window, block_window=True)
-    table, block, spec = world.table(), np.arange(start, start + 9), world.spec
-    other = Part(4 * world.length - np.arange(1, 6), 0, np.setdiff1d(np.arange(world.num_blocks), table))
+def test_block_rows_share_a_window(path: str, kv_dtype: str, start: int, window: int) -> None:
+    """Each row has the bits of a single row whose window reaches as far back, for any number of threads and for rows
+    with paths. A window of 520 spans three segments, of which only the first row's own window would include the
+    first."""
+    harness = AttentionHarness(path, kv_dtype, sinks=True, length=1090, window=window, block_window=True)
+    table, block, spec = harness.table(), np.arange(start, start + 9), harness.spec
+    other = Part(4 * harness.length - np.arange(1, 6), 0, np.setdiff1d(np.arange(harness.num_blocks), table))
     whole = plan_of([other, Part(block, start, table)])
     whole.visible_end = np.concatenate((whole.positions[:5], np.full(9, start + 8, np.int32))).astype(np.int32)
     plans = [plan_of([Part(np.arange(start), 0, table)]), whole]
-    found = [world.run(plan) for plan in plans][1]
-    np.testing.assert_allclose(found, world.oracle(plans)[1], rtol=0, atol=attention_tolerance(path, kv_dtype, 6e-6))
+    found = [harness.run(plan) for plan in plans][1]
+    np.testing.assert_allclose(found, harness.oracle(plans)[1], rtol=0, atol=attention_tolerance(path, kv_dtype, 6e-6))
     for worker in (1, 2):
-        assert_same_bits({"y": world.run(whole, worker)}, {"y": found}, worker)
+        assert_same_bits({"y": harness.run(whole, worker)}, {"y": found}, worker)
     chain = plan_of([Part(block[:3], start, table)])
     chain.paths = Paths(np.array([0, 1, 3, 6], np.int32), chain.slots[[0, 0, 1, 0, 1, 2]])
-    chained = world.run(chain, 2)
+    chained = harness.run(chain, 2)
     for i in range(9):
-        world.spec = replace(spec, window=window + i, block_window=False)
+        harness.spec = replace(spec, window=window + i, block_window=False)
         alone = plan_of([Part(block[i : i + 1], start + i, table)])
         if i < 3:
-            assert_same_bits({"y": world.run(alone, i)}, {"y": chained[i : i + 1]}, i)
+            assert_same_bits({"y": harness.run(alone, i)}, {"y": chained[i : i + 1]}, i)
         alone.visible_end = np.array([start + 8], np.int32)
-        assert_same_bits({"y": world.run(alone, i % 3)}, {"y": found[5 + i : 6 + i]}, i)
+        assert_same_bits({"y": harness.run(alone, i % 3)}, {"y": found[5 + i : 6 + i]}, i)
 
 
 @pytest.mark.slow
@@ -224,52 +229,54 @@ def test_rows_of_a_block_share_a_window(path: str, kv_dtype: str, start: int, wi
     *((kv_dtype, "all") for kv_dtype in HEADS),
     ("bfloat16", "window 300"), ("float32", "causal"), ("fp8", "the best 5 blocks of 40"),
 ])  # fmt: skip
-def test_threads_share_long_contexts(path: str, kv_dtype: str, seen: str) -> None:
-    """Several stretches (csrc/kernels.h): rows that three threads share have the bits of one thread's prompt."""
-    world = World(path, kv_dtype, sinks=True, length=1090, **SEEN[seen])
-    table = world.table()
+def test_long_contexts_are_independent_of_threads(path: str, kv_dtype: str, seen: str) -> None:
+    """Contexts of several segments (csrc/kernels.h): rows shared by three threads have the bits of one thread's
+    prompt."""
+    harness = AttentionHarness(path, kv_dtype, sinks=True, length=1090, **SEEN[seen])
+    table = harness.table()
     plan = plan_of([Part(np.arange(1090), 0, table)])
-    found = world.run(plan)
-    np.testing.assert_allclose(found, world.oracle([plan])[0], rtol=0, atol=attention_tolerance(path, kv_dtype, 6e-6))
+    found = harness.run(plan)
+    np.testing.assert_allclose(found, harness.oracle([plan])[0], rtol=0, atol=attention_tolerance(path, kv_dtype, 6e-6))
     for first, count in ((0, 1), (511, 1), (512, 1), (510, 4), (1023, 2), (1050, 1), (1087, 3)):
         rows = plan_of([Part(np.arange(first, first + count), first, table)])
         for worker in (1, 2, 0):
-            assert_same_bits({"y": world.run(rows, worker)}, {"y": found[first : first + count]}, (first, worker))
+            assert_same_bits({"y": harness.run(rows, worker)}, {"y": found[first : first + count]}, (first, worker))
 
 
 class Tree:
-    """Random nodes behind `context` tokens: tokens, parents (-1: the context's last), and slots outside the blocks."""
+    """Random nodes after `context` tokens: tokens, parents (-1: the last context token), and slots outside the
+    blocks."""
 
-    def __init__(self, world: World, context: int, count: int) -> None:
-        rng = world.rng
-        self.context, self.tokens = context, world.length + rng.permutation(2 * world.length)[:count]
+    def __init__(self, harness: AttentionHarness, context: int, count: int) -> None:
+        rng = harness.rng
+        self.context, self.tokens = context, harness.length + rng.permutation(2 * harness.length)[:count]
         self.parents = [int(rng.integers(max(-1, i - 4), i)) for i in range(count)]
-        blocks = rng.permutation(world.num_blocks)
+        blocks = rng.permutation(harness.num_blocks)
         self.table, spare = blocks[: (context + count) // 16 + 1], blocks[-4:]
         self.slots = (spare[:, None] * 16 + np.arange(16)).reshape(-1)[rng.permutation(64)[:count]]
-        self.lines = [self.line(node) for node in range(count)]
+        self.branches = [self.branch(node) for node in range(count)]
         self.rng = rng
 
-    def line(self, node: int) -> list[int]:
-        """From the first drafted ancestor to the node."""
+    def branch(self, node: int) -> list[int]:
+        """Nodes from the first drafted ancestor to `node`."""
         found = [node]
         while self.parents[found[0]] >= 0:
             found.insert(0, self.parents[found[0]])
         return found
 
-    def place(self, position: int) -> int:
+    def slot_of(self, position: int) -> int:
         return int(self.table[position // 16]) * 16 + position % 16
 
     def plan(self, other: Part) -> StepPlan:
-        """All nodes, and rows of another sequence that have no paths. Some paths reach back into the context."""
+        """All nodes, and rows of another sequence without paths. Some paths include the end of the context."""
         starts, slots = [0], []
-        for line in self.lines:
-            more = int(self.rng.integers(0, min(17 - len(line), self.context) + 1))
-            slots += [self.place(self.context - i) for i in range(more, 0, -1)] + self.slots[line].tolist()
+        for branch in self.branches:
+            more = int(self.rng.integers(0, min(17 - len(branch), self.context) + 1))
+            slots += [self.slot_of(self.context - i) for i in range(more, 0, -1)] + self.slots[branch].tolist()
             starts.append(len(slots))
         plan = plan_of([Part(self.tokens, 0, self.table), other])
         count = len(self.tokens)
-        plan.positions[:count] = [self.context + len(line) - 1 for line in self.lines]
+        plan.positions[:count] = [self.context + len(branch) - 1 for branch in self.branches]
         plan.slots[:count] = self.slots
         starts += [len(slots)] * len(other.ids)
         plan.paths = Paths(np.array(starts, np.int32), np.array(slots, np.int32))
@@ -286,69 +293,71 @@ class Tree:
     *(("the best 16", context) for context in (1, 16, 64, 127)),
     *(("the best 3 blocks of 9", context) for context in (1, 37, 127)),
 ])  # fmt: skip
-def test_trees_have_the_bits_of_chains(path: str, kv_dtype: str, seen: str, context: int) -> None:
-    """A context of 509: paths over the end of a stretch, which threads share."""
-    world = World(path, kv_dtype, context, sinks=context % 2 == 0, length=max(LENGTH, context + 20), **SEEN[seen])
-    tree, committed = Tree(world, context, 14), np.arange(context)
-    free = np.setdiff1d(np.arange(world.num_blocks), [*tree.table, *(tree.slots // 16)])
-    other = Part(3 * world.length + np.arange(5), 0, free)
+def test_tree_branches_equal_chains(path: str, kv_dtype: str, seen: str, context: int) -> None:
+    """Bit for bit. With a context of 509, paths cross the end of a segment, which threads share."""
+    harness = AttentionHarness(
+        path, kv_dtype, context, sinks=context % 2 == 0, length=max(LENGTH, context + 20), **SEEN[seen]
+    )
+    tree, committed = Tree(harness, context, 14), np.arange(context)
+    free = np.setdiff1d(np.arange(harness.num_blocks), [*tree.table, *(tree.slots // 16)])
+    other = Part(3 * harness.length + np.arange(5), 0, free)
     plans = [plan_of([Part(committed, 0, tree.table)]), tree.plan(other)]
-    found = [world.run(plan, 2) for plan in plans][1]
-    np.testing.assert_allclose(found, world.oracle(plans)[1], rtol=0, atol=attention_tolerance(path, kv_dtype, 6e-6))
-    longest = max(tree.lines, key=len)
-    targets = [tree.place(context + i) for i in range(len(longest))]
+    found = [harness.run(plan, 2) for plan in plans][1]
+    np.testing.assert_allclose(found, harness.oracle(plans)[1], rtol=0, atol=attention_tolerance(path, kv_dtype, 6e-6))
+    longest = max(tree.branches, key=len)
+    targets = [tree.slot_of(context + i) for i in range(len(longest))]
     arrays = [np.array(each, np.int32) for each in (tree.slots[longest], targets)]
-    world.workers[0].copy_rows(world.pools, *arrays)
-    follower = Part(np.array([4 * world.length - 1]), context + len(longest), tree.table)
-    after = world.run(plan_of([follower]))
-    world.fresh()
-    world.run(plan_of([Part(committed, 0, tree.table), other]))
-    for leaf in sorted({*range(len(tree.lines))} - {*tree.parents}):
-        line = tree.lines[leaf]
-        chain = world.run(plan_of([Part(tree.tokens[line], context, tree.table)]))
-        assert_same_bits({"y": found[line]}, {"y": chain}, leaf)
-        if line == longest:
-            assert_same_bits({"y": after}, {"y": world.run(plan_of([follower]))}, "copied")
-    world.fresh()
-    assert_same_bits({"y": found[len(tree.tokens) :]}, {"y": world.run(plan_of([other]))}, "the other sequence")
+    harness.workers[0].copy_rows(harness.pools, *arrays)
+    follower = Part(np.array([4 * harness.length - 1]), context + len(longest), tree.table)
+    after = harness.run(plan_of([follower]))
+    harness.reset_pools()
+    harness.run(plan_of([Part(committed, 0, tree.table), other]))
+    for leaf in sorted({*range(len(tree.branches))} - {*tree.parents}):
+        branch = tree.branches[leaf]
+        chain = harness.run(plan_of([Part(tree.tokens[branch], context, tree.table)]))
+        assert_same_bits({"y": found[branch]}, {"y": chain}, leaf)
+        if branch == longest:
+            assert_same_bits({"y": after}, {"y": harness.run(plan_of([follower]))}, "copied")
+    harness.reset_pools()
+    assert_same_bits({"y": found[len(tree.tokens) :]}, {"y": harness.run(plan_of([other]))}, "the other sequence")
 
 
 @paths
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "int8", "fp8"])
-def test_rows_are_copied_as_if_at_once(path: str, kv_dtype: str) -> None:
-    world, table = World(path, kv_dtype), np.arange(8)
-    world.run(plan_of([Part(np.arange(40), 0, table)]))
+def test_overlapping_rows_are_copied_correctly(path: str, kv_dtype: str) -> None:
+    harness, table = AttentionHarness(path, kv_dtype), np.arange(8)
+    harness.run(plan_of([Part(np.arange(40), 0, table)]))
     moved = np.arange(3, 38, dtype=np.int32)
-    world.workers[0].copy_rows(world.pools, moved, moved - 1)
-    found = world.run(plan_of([Part(np.array([99]), 37, table)]))
-    world.fresh()
-    world.run(plan_of([Part(np.r_[0, 1, 3:38], 0, table)]))
-    assert_same_bits({"y": found}, {"y": world.run(plan_of([Part(np.array([99]), 37, table)]))})
+    harness.workers[0].copy_rows(harness.pools, moved, moved - 1)
+    found = harness.run(plan_of([Part(np.array([99]), 37, table)]))
+    harness.reset_pools()
+    harness.run(plan_of([Part(np.r_[0, 1, 3:38], 0, table)]))
+    assert_same_bits({"y": found}, {"y": harness.run(plan_of([Part(np.array([99]), 37, table)]))})
 
 
-def test_layers_read_what_others_stored() -> None:
-    """A layer with queries only, and a plain one behind it."""
-    world = World(PATHS[0], "float32")
-    plan = plan_of([Part(np.arange(50), 0, world.table())])
+def test_layer_reads_keys_of_another_layer() -> None:
+    """A layer with queries only follows one that stores keys and values."""
+    harness = AttentionHarness(PATHS[0], "float32")
+    plan = plan_of([Part(np.arange(50), 0, harness.table())])
 
     def shared(ops: Any, step: Any) -> dict[str, Any]:
-        q, k, v = (ops.embed(table, step.token_ids) for table in world.tables)
-        first = nat.attention(ops, q, k, v, world.pools[0], world.spec)
-        return {"first": first, "second": ops.attend(q, world.pools[0], world.spec)}
+        q, k, v = (ops.embed(table, step.token_ids) for table in harness.tables)
+        first = nat.attention(ops, q, k, v, harness.pools[0], harness.spec)
+        return {"first": first, "second": ops.attend(q, harness.pools[0], harness.spec)}
 
-    found = run_native(world.workers[1], shared, plan)
+    found = run_native(harness.workers[1], shared, plan)
     assert_same_bits({"second": found["second"]}, {"second": found["first"]})
 
 
-def broken(plan: StepPlan, **changes: Any) -> StepPlan:
+def with_changes(plan: StepPlan, **changes: Any) -> StepPlan:
     return replace(plan, **{name: np.array(value, np.int32) for name, value in changes.items()})
 
 
 @pytest.mark.slow
-def test_plans_are_checked() -> None:
-    world = World(PATHS[0], "bfloat16")
+def test_invalid_plans_are_refused() -> None:
+    harness = AttentionHarness(PATHS[0], "bfloat16")
     plan = plan_of([Part(np.arange(3), 14, np.array([2, 5]))])
-    world.run(plan)
+    harness.run(plan)
     top, slots = 4 * LENGTH, NUM_BLOCKS * 16
     bad: dict[str, list[dict[str, Any]]] = {
         "a token id is outside": [{"token_ids": [0, top, 1]}, {"token_ids": [0, -1, 1]}],
@@ -367,7 +376,7 @@ def test_plans_are_checked() -> None:
     for message, cases in bad.items():
         for changes in cases:
             with pytest.raises(ValueError, match=message):
-                world.run(broken(plan, **changes))
+                harness.run(with_changes(plan, **changes))
     leading = {
         "a path's slot is outside the pool": [slots, 80, 81],
         "a path is too long": [0] * 20,
@@ -376,6 +385,6 @@ def test_plans_are_checked() -> None:
     for message, path in leading.items():
         tree = replace(plan, paths=Paths(np.array([0, 0, 0, len(path)], np.int32), np.array(path, np.int32)))
         with pytest.raises(ValueError, match=message):
-            world.run(replace(tree, visible_end=np.array([14, 15, 17], np.int32)) if "later" in message else tree)
+            harness.run(replace(tree, visible_end=np.array([14, 15, 17], np.int32)) if "later" in message else tree)
     with pytest.raises(ValueError, match="outside the pool"):
-        world.workers[0].copy_rows(world.pools, np.array([1], np.int32), np.array([slots], np.int32))
+        harness.workers[0].copy_rows(harness.pools, np.array([1], np.int32), np.array([slots], np.int32))

@@ -1,4 +1,5 @@
-"""The native sampler against the reference one: the same tokens, and the same bits of logprobs and probabilities."""
+"""The native sampler compared with the reference sampler: equal tokens, and equal bits of logprobs and
+probabilities."""
 
 import math
 from dataclasses import fields, replace
@@ -29,7 +30,7 @@ PLAIN = {
 
 
 def rows_of(*settings, allowed=None):
-    """SamplingRows of dictionaries like PLAIN, which gives what they leave out."""
+    """SamplingRows of dictionaries; missing values are those of PLAIN."""
     full = [PLAIN | each for each in settings]
     columns = {name: np.array([each[name] for each in full], dtype) for name, dtype in NAMES.items()}
     for name, values, dtype in (("bias", "bias_values", np.float32), ("penalty", "penalty_counts", np.int32)):
@@ -49,18 +50,18 @@ def reference(logits, rows, vocab_size, token_ids=None, keep_probs=False):
     return reference_sampling.sample(torch.from_numpy(logits), rows, ids, vocab_size, keep_probs)
 
 
-def check(logits, rows, vocab_size=None, token_ids=None, keep_probs=True, pool=POOL):
+def assert_matches_reference(logits, rows, vocab_size=None, token_ids=None, keep_probs=True, pool=POOL):
     logits = np.ascontiguousarray(logits, np.float32)
     vocab_size = vocab_size or logits.shape[1]
     expected = reference(logits, rows, vocab_size, token_ids, keep_probs)
     settings = {"vocab_size": vocab_size, "token_ids": token_ids, "keep_probs": keep_probs}
     for path in _native.paths():
         got = native_sampling.sample(pool, path, logits, rows, **settings)
-        agree(got, expected, keep_probs)
+        assert_equal_samples(got, expected, keep_probs)
     return got
 
 
-def agree(got, expected, keep_probs):
+def assert_equal_samples(got, expected, keep_probs):
     assert got.tokens.dtype == np.int64 and got.tokens.tolist() == expected.tokens.tolist()
     assert list(got.logprobs) == list(expected.logprobs) and got.failures == expected.failures
     if keep_probs:
@@ -68,7 +69,7 @@ def agree(got, expected, keep_probs):
 
 
 def settings_of(token):
-    """Anything a request may ask for; token draws an id."""
+    """Settings of any request; `token` is the strategy for token ids."""
     share = st.floats(0, 1, width=32, allow_subnormal=False)
     return st.fixed_dictionaries({
         "temperature": st.sampled_from([0.0, 9e-6, 1e-5, 2e-5, 0.3, 0.7, 1.0, 1.7, 30.0]),
@@ -90,7 +91,7 @@ def settings_of(token):
 @pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(st.data())
-def test_small_vocabularies(data):
+def test_small_vocabularies_match_reference(data):
     vocab_size = data.draw(st.sampled_from([1, 2, 13, 64, 65, 150]), "vocab")
     cases = data.draw(st.lists(settings_of(st.integers(0, vocab_size - 1)), min_size=1, max_size=4), "rows")
     ids = data.draw(st.none() | st.sets(st.integers(0, vocab_size - 1), min_size=1), "ids")
@@ -106,9 +107,9 @@ def test_small_vocabularies(data):
     allowed = None
     if data.draw(st.booleans(), "mask"):
         allowed = mask_of(len(cases), vocab_size, data.draw(st.integers(0, 9)))
-    if np.isnan(logits).any() or (logits == math.inf).any():  # a mask may hide it, but raw logprobs have no meaning
+    if np.isnan(logits).any() or (logits == math.inf).any():  # a mask may hide it, but raw logprobs are undefined
         cases = [case | {"num_logprobs": -1} for case in cases]
-    check(logits, rows_of(*cases, allowed=allowed), vocab_size, token_ids)
+    assert_matches_reference(logits, rows_of(*cases, allowed=allowed), vocab_size, token_ids)
 
 
 VARIANTS = [
@@ -122,26 +123,28 @@ VARIANTS = [
 
 @pytest.mark.parametrize("scale", [0.0, 0.2, 1.0, 3.0, 12.0])
 @pytest.mark.parametrize("reduced", [False, True])
-def test_large_vocabularies(scale, reduced):
+def test_large_vocabularies_match_reference(scale, reduced):
     rng, vocab_size = np.random.default_rng(int(scale * 10)), 5003
     token_ids = np.sort(rng.permutation(vocab_size)[:1777]).astype(np.int64) if reduced else None
     cases = [case | {"seed": int(rng.integers(2**63)), "position": i} for i, case in enumerate(VARIANTS)]
     logits = rng.normal(0, scale, (len(cases), 1777 if reduced else vocab_size + 61)).astype(np.float32)
     logits = logits if scale != 1.0 else np.round(logits * 4) / 4
-    check(logits, rows_of(*cases), vocab_size, token_ids)
-    check(logits, rows_of(*cases, allowed=mask_of(len(cases), vocab_size, 3)), vocab_size, token_ids, pool=MANY)
+    assert_matches_reference(logits, rows_of(*cases), vocab_size, token_ids)
+    assert_matches_reference(
+        logits, rows_of(*cases, allowed=mask_of(len(cases), vocab_size, 3)), vocab_size, token_ids, pool=MANY
+    )
 
 
-def test_many_draws():
-    """The noise of a few candidates decides: every draw is another race."""
+def test_many_samples_match_reference():
+    """The noise of a few candidates decides each sample."""
     rng = np.random.default_rng(4)
     for vocab_size, params in ((64, {}), (1000, {"temperature": 0.8}), (1000, {"top_p": 0.7}), (200, {"top_k": 9})):
         logits = rng.normal(0, 2, (400, vocab_size)).astype(np.float32)
         cases = [params | {"seed": int(seed), "choice": i % 5} for i, seed in enumerate(rng.integers(0, 2**63, 400))]
-        check(logits, rows_of(*cases), keep_probs=False, pool=MANY)
+        assert_matches_reference(logits, rows_of(*cases), keep_probs=False, pool=MANY)
 
 
-def test_rows_do_not_depend_on_their_company():
+def test_rows_are_independent_of_the_batch():
     logits = np.random.default_rng(8).normal(0, 3, (len(VARIANTS), 700)).astype(np.float32)
     together = native_sampling.sample(MANY, PATH, logits, rows_of(*VARIANTS), vocab_size=700, keep_probs=True)
     for i, case in enumerate(VARIANTS):
@@ -150,18 +153,18 @@ def test_rows_do_not_depend_on_their_company():
         assert (alone.probs[0] == together.probs[i]).all()
 
 
-def test_rows_may_lie_apart():
+def test_rows_may_be_strided():
     wide = np.random.default_rng(2).normal(0, 2, (4, 640)).astype(np.float32)
     rows = rows_of({}, {"temperature": 0.0}, {"top_p": 0.5}, {"num_logprobs": 2})
-    apart = native_sampling.sample(POOL, PATH, wide[:, :500], rows, vocab_size=500)
-    close = native_sampling.sample(POOL, PATH, wide[:, :500].copy(), rows, vocab_size=500)
-    assert apart.tokens.tolist() == close.tokens.tolist() and apart.logprobs == close.logprobs
+    strided = native_sampling.sample(POOL, PATH, wide[:, :500], rows, vocab_size=500)
+    contiguous = native_sampling.sample(POOL, PATH, wide[:, :500].copy(), rows, vocab_size=500)
+    assert strided.tokens.tolist() == contiguous.tokens.tolist() and strided.logprobs == contiguous.logprobs
     with pytest.raises(ValueError, match="side by side"):
         native_sampling.sample(POOL, PATH, np.asfortranarray(wide), rows, vocab_size=640)
 
 
 @pytest.mark.parametrize("num_top", [0, 3, np.array([0, 1, 2, 40, 500])])
-def test_logprobs(num_top):
+def test_logprobs_match_reference(num_top):
     rng = np.random.default_rng(6)
     logits = np.round(rng.normal(0, 9, (5, 333)), 1).astype(np.float32)
     logits[3, ::3] = -math.inf
@@ -179,30 +182,32 @@ def test_logprobs(num_top):
         assert broken[1].top == broken[2].top == () and broken[0] == expected[0]
 
 
-def test_refusals():
+def test_failing_rows_are_reported():
     logits = np.zeros((3, 40), np.float32)
     banned = {"bias": dict.fromkeys(range(40), -math.inf)}
     for temperature in (0.0, 1.0):
         kind = {"temperature": temperature}
-        assert check(logits, rows_of(kind, banned | kind, kind)).failures == {1: NOTHING_LEFT}
+        assert assert_matches_reference(logits, rows_of(kind, banned | kind, kind)).failures == {1: NOTHING_LEFT}
         for value in (math.nan, math.inf):
             broken = logits.copy()
             broken[1, 39] = value
             rows = rows_of(kind, kind | {"num_logprobs": 1}, banned | kind | {"num_logprobs": 2})
-            assert check(broken, rows).failures == {1: NOT_FINITE, 2: NOTHING_LEFT}
+            assert assert_matches_reference(broken, rows).failures == {1: NOT_FINITE, 2: NOTHING_LEFT}
             rows = rows_of(kind, kind | {"bias": {39: -math.inf}}, kind | {"num_logprobs": 2})
-            assert check(broken, rows).failures == {1: NOT_FINITE}
+            assert assert_matches_reference(broken, rows).failures == {1: NOT_FINITE}
     nothing = np.zeros((3, 2), np.uint32)
-    assert check(logits, rows_of({}, {}, {}, allowed=nothing)).failures == dict.fromkeys(range(3), NOTHING_LEFT)
+    assert assert_matches_reference(logits, rows_of({}, {}, {}, allowed=nothing)).failures == dict.fromkeys(
+        range(3), NOTHING_LEFT
+    )
 
 
-def test_wrong_shapes_are_refused():
+def test_invalid_shapes_are_refused():
     logits, rows = np.zeros((2, 40), np.float32), rows_of({}, {"bias": {1: 1.0}})
     for name in NAMES:
         with pytest.raises(ValueError, match=f"^({name}|.*length|.*fit)"):
             short = getattr(rows, name)[:1]
             if name == "num_logprobs":
-                raise ValueError(name)  # read by Python only
+                raise ValueError(name)  # used by Python only
             native_sampling.sample(POOL, PATH, logits, replace(rows, **{name: short}), vocab_size=40)
     wrong = [
         {"bias_indptr": np.array([0, 1, 9], np.int32)}, {"bias_indptr": np.array([1, 0, 1], np.int32)},
@@ -217,7 +222,7 @@ def test_wrong_shapes_are_refused():
             native_sampling.sample(POOL, PATH, logits, rows, vocab_size=40, token_ids=ids)
 
 
-def test_no_rows():
+def test_empty_batch():
     rows = rows_of()
     assert {field.name for field in fields(rows)} >= set(NAMES)
     got = native_sampling.sample(POOL, PATH, np.zeros((0, 8), np.float32), rows, vocab_size=8)

@@ -1,4 +1,4 @@
-"""Residual streams and compressed attention: what the reference says, and the bits of a row in any company."""
+"""Residual streams and compressed attention: values of the reference, and row invariance bit for bit."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,8 +35,8 @@ paths = pytest.mark.parametrize("path", PATHS)
 Code = Callable[[Any, Any], dict[str, Any]]
 
 
-class World:
-    """Random tables whose row t is what token t has, on a backend."""
+class TableHarness:
+    """Random tables on a backend; row t belongs to token t."""
 
     def __init__(self, on: Any, seed: int = 0) -> None:
         self.on, self._rng = on, np.random.default_rng(seed)
@@ -59,17 +59,17 @@ def native(path: str, threads: int = 2) -> NativeBackend:
 
 
 def pass_of(*spans: tuple[int, int]) -> StepPlan:
-    """One pass with these stretches of as many sequences that hold the same tokens."""
+    """One pass with spans of as many sequences of equal tokens."""
     blocks = [np.arange(6)[::-1] + 6 * i for i in range(len(spans))]
     plan = plan_of([Part(np.arange(*span), span[0], blocks[i]) for i, span in enumerate(spans)])
     plan.hidden_slots = None
     return plan
 
 
-def check(path: str, code_on: Callable[[World], Code]) -> None:
-    """The reference's numbers; the bits of a whole pass by rows of one, of several, and in company."""
-    oracle, found, again, beside = (
-        World(on) for on in (ReferenceBackend(dtype="float64"), *[native(path, n) for n in (2, 1, 3)])
+def assert_matches_reference(path: str, code_on: Callable[[TableHarness], Code]) -> None:
+    """Compares a pass with the reference, and bit for bit with single rows, chunks and other sequences."""
+    oracle, found, again, shared = (
+        TableHarness(on) for on in (ReferenceBackend(dtype="float64"), *[native(path, n) for n in (2, 1, 3)])
     )
     whole = found.run(code_on(found), [pass_of((0, COUNT))])
     expected = oracle.run(code_on(oracle), [pass_of((0, COUNT))])
@@ -79,21 +79,21 @@ def check(path: str, code_on: Callable[[World], Code]) -> None:
     )
     assert_same_bits({"y": single}, {"y": whole})
     spans = [(0, 40), (0, COUNT), (0, 7)]
-    together = beside.run(code_on(beside), [pass_of(*spans)])
+    together = shared.run(code_on(shared), [pass_of(*spans)])
     assert_same_bits({"y": together}, {"y": np.concatenate([whole[slice(*span)] for span in spans])})
 
 
 @paths
 @pytest.mark.parametrize("kind", COMPRESSED)
-def test_attention_over_a_window_and_entries(path: str, kind: str) -> None:
+def test_compressed_attention(path: str, kind: str) -> None:
     spec, index = COMPRESSED[kind]
 
-    def code_on(world: World) -> Code:
-        q, k, c, z = (world.rows(width) for width in (13 * 20, 20, spec.width, spec.width))
-        bias, sinks = world.weight(spec.every * spec.width), world.weight(13)
-        pools = [world.on.kv_pool(18 * 16, each) for each in (SPEC, spec, SPEC)]
-        chosen = world.on.kv_pool(18 * 16, index) if index else None
-        asked, shares, keys, others = (world.rows(width) for width in (5 * 9, 5, 9, 5 * 9))
+    def code_on(harness: TableHarness) -> Code:
+        q, k, c, z = (harness.rows(width) for width in (13 * 20, 20, spec.width, spec.width))
+        bias, sinks = harness.weight(spec.every * spec.width), harness.weight(13)
+        pools = [harness.on.kv_pool(18 * 16, each) for each in (SPEC, spec, SPEC)]
+        chosen = harness.on.kv_pool(18 * 16, index) if index else None
+        index_queries, shares, keys, others = (harness.rows(width) for width in (5 * 9, 5, 9, 5 * 9))
 
         def code(ops: Any, step: Any) -> dict[str, Any]:
             own = k(ops, step)
@@ -105,22 +105,22 @@ def test_attention_over_a_window_and_entries(path: str, kind: str) -> None:
                 if index.candidates:
                     source = replace(index, candidates=replace(index.candidates, source=True))
                     ops.select_positions(others(ops, step), shares(ops, step), chosen, source)
-                ops.select_positions(asked(ops, step), shares(ops, step), chosen, index)
+                ops.select_positions(index_queries(ops, step), shares(ops, step), chosen, index)
             return {"y": ops.attend_compressed(q(ops, step), pools[0], pools[2], SPEC, spec.every, sinks, chosen)}
 
         return code
 
-    check(path, code_on)
+    assert_matches_reference(path, code_on)
 
 
 @paths
 @pytest.mark.parametrize(("window", "extent"), [(0, 7), (0, 70), (11, 11)])
-def test_attention_with_biases_by_distance(path: str, window: int, extent: int) -> None:
+def test_attention_with_distance_biases(path: str, window: int, extent: int) -> None:
     spec = AttentionSpec(6, 2, 9, 0.3, window=window)
 
-    def code_on(world: World) -> Code:
-        q, k, v, bias = (world.rows(width) for width in (6 * 9, 2 * 9, 2 * 9, 6 * extent))
-        pool = world.on.kv_pool(18 * 16, spec)
+    def code_on(harness: TableHarness) -> Code:
+        q, k, v, bias = (harness.rows(width) for width in (6 * 9, 2 * 9, 2 * 9, 6 * extent))
+        pool = harness.on.kv_pool(18 * 16, spec)
 
         def code(ops: Any, step: Any) -> dict[str, Any]:
             ops.store_kv(k(ops, step), v(ops, step), pool, spec)
@@ -128,7 +128,7 @@ def test_attention_with_biases_by_distance(path: str, window: int, extent: int) 
 
         return code
 
-    check(path, code_on)
+    assert_matches_reference(path, code_on)
 
 
 @paths
@@ -136,10 +136,10 @@ def test_attention_with_biases_by_distance(path: str, window: int, extent: int) 
 def test_streams_are_summed_and_mixed(path: str, kind: str) -> None:
     spec = STREAMS[kind]
 
-    def code_on(world: World) -> Code:
-        mixes, streams, x = (world.rows(width) for width in (spec.num_mixes, spec.count * WIDTH, WIDTH))
-        base, scale, first = world.weight(spec.num_mixes), world.weight(spec.num_scales), world.weight(1)
-        last, less = world.rows(spec.count), world.weight(spec.count)
+    def code_on(harness: TableHarness) -> Code:
+        mixes, streams, x = (harness.rows(width) for width in (spec.num_mixes, spec.count * WIDTH, WIDTH))
+        base, scale, first = harness.weight(spec.num_mixes), harness.weight(spec.num_scales), harness.weight(1)
+        last, less = harness.rows(spec.count), harness.weight(spec.count)
 
         def code(ops: Any, step: Any) -> dict[str, Any]:
             weights = ops.stream_weights(mixes(ops, step), base, scale, spec)
@@ -150,35 +150,35 @@ def test_streams_are_summed_and_mixed(path: str, kind: str) -> None:
 
         return code
 
-    check(path, code_on)
+    assert_matches_reference(path, code_on)
 
 
 @paths
 @pytest.mark.parametrize("inverse", [False, True])
-def test_the_last_features_turn_by_neighbours(path: str, inverse: bool) -> None:
+def test_trailing_interleaved_rope(path: str, inverse: bool) -> None:
     spec = RopeSpec((1.0, 0.3, 0.02), 6, 1.2, trailing=True, inverse=inverse, shift=5)
 
-    def code_on(world: World) -> Code:
-        x = world.rows(3 * 11)
+    def code_on(harness: TableHarness) -> Code:
+        x = harness.rows(3 * 11)
         return lambda ops, step: {"y": ops.rope(x(ops, step), step.positions, spec, 11)}
 
-    check(path, code_on)
+    assert_matches_reference(path, code_on)
 
 
 @paths
 @pytest.mark.parametrize(("token_experts", "kind"), [(False, "silu_of_10"), (True, "silu_of_10"), (False, "situ")])
-def test_experts_that_tokens_name(path: str, token_experts: bool, kind: Activation) -> None:
-    """Scores of a softplus's root; factors that are limited."""
+def test_experts_selected_by_token(path: str, token_experts: bool, kind: Activation) -> None:
+    """Covers softplus-root scores and limited gate factors."""
     spec = RouterSpec(7, 3, "softplus", scale=1.5)
-    names = np.random.default_rng(1).integers(0, 7, (COUNT, 3))
+    expert_ids = np.random.default_rng(1).integers(0, 7, (COUNT, 3))
 
-    def code_on(world: World) -> Code:
-        x, logits, bias = world.rows(WIDTH), world.rows(7), world.weight(7)
+    def code_on(harness: TableHarness) -> Code:
+        x, logits, bias = harness.rows(WIDTH), harness.rows(7), harness.weight(7)
         parts = {"gate": (24, WIDTH), "up": (24, WIDTH), "down": (WIDTH, 24)}
-        matrices = {part: tuple(world.weight(*shape) for _ in range(7)) for part, shape in parts.items()}
+        matrices = {part: tuple(harness.weight(*shape) for _ in range(7)) for part, shape in parts.items()}
         experts, table = (
             Experts(**matrices, activation=kind),
-            world.on.index(names.reshape(-1).astype(np.int64)),
+            harness.on.index(expert_ids.reshape(-1).astype(np.int64)),
         )
 
         def code(ops: Any, step: Any) -> dict[str, Any]:
@@ -189,35 +189,39 @@ def test_experts_that_tokens_name(path: str, token_experts: bool, kind: Activati
 
         return code
 
-    check(path, code_on)
+    assert_matches_reference(path, code_on)
 
 
 @paths
-def test_what_rows_keep_is_copied(path: str) -> None:
-    """Of accepted rows of a tree, also where kept rows are rounded."""
+def test_compressor_rows_are_copied(path: str) -> None:
+    """Copies rows of accepted tree nodes, with a rounded KV cache as well."""
     spec = CompressSpec(2, 4)
     worker = NativeBackend(threads=1, path=path, kv_dtype="int8")
     pool = worker.kv_pool(6 * 16, spec)
     assert worker.kv_bytes(spec) == 2 * 2 * 4
-    world = World(worker)
-    c, z, bias = world.rows(4), world.rows(4), world.weight(8)
+    harness = TableHarness(worker)
+    c, z, bias = harness.rows(4), harness.rows(4), harness.weight(8)
     program = worker.prepare(lambda ops, step: {"y": ops.compress(c(ops, step), z(ops, step), bias, pool, spec)})
     first = np.array(worker.run(program, pass_of((0, 4)))["y"])
     slots = plan_of([Part(np.arange(4), 0, np.arange(6)[::-1])]).slots
-    worker.copy_rows([pool], slots[[0, 1]], slots[[2, 3]])  # in place of what was there
+    worker.copy_rows([pool], slots[[0, 1]], slots[[2, 3]])  # overwrites the rows there
     assert not np.array_equal(np.array(worker.run(program, pass_of((3, 4)))["y"])[0], first[3])
 
 
 @paths
 @pytest.mark.parametrize("longest", [2, 4])
-def test_embeddings_of_ngrams(path: str, longest: int) -> None:
+def test_ngram_embeddings(path: str, longest: int) -> None:
     sizes = (11, 13, 17, 19, 23, 29)[: 2 * (longest - 1)]
     spec = NGramSpec((3, 70_000_000_000_001, 5, (1 << 62) // 9)[:longest], sizes, end=4)
 
-    def code_on(world: World) -> Code:
+    def code_on(harness: TableHarness) -> Code:
         last = np.random.default_rng(1).integers(0, 9, (COUNT, longest))  # 0: before the text
         (tensor,) = as_tensors({"last": last.astype(np.float64)}).values()
-        tokens, table, x = world.on.weight(tensor, precise=True), world.weight(sum(sizes) + 3, 7), world.rows(WIDTH)
+        tokens, table, x = (
+            harness.on.weight(tensor, precise=True),
+            harness.weight(sum(sizes) + 3, 7),
+            harness.rows(WIDTH),
+        )
 
         def code(ops: Any, step: Any) -> dict[str, Any]:
             found = ops.embed_ngrams(table, ops.embed(tokens, step.token_ids), spec)
@@ -226,4 +230,4 @@ def test_embeddings_of_ngrams(path: str, longest: int) -> None:
 
         return code
 
-    check(path, code_on)
+    assert_matches_reference(path, code_on)

@@ -1,4 +1,4 @@
-"""Packed weights: every value of the file, in the kernels' blocks."""
+"""Packed weights: values of the file in the blocks of the kernels."""
 
 import numpy as np
 import pytest
@@ -53,7 +53,7 @@ def bits(values: NDArray[np.float32]) -> NDArray[np.uint32]:
 
 @pytest.mark.parametrize("shape", [(1, 1), (16, 64), (37, 99), (40, 130)])
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16", "F64"])
-def test_plain_values_stay(dtype: str, shape: tuple[int, int]) -> None:
+def test_float_values_are_unchanged(dtype: str, shape: tuple[int, int]) -> None:
     tensor = float_tensor(floats(*shape), dtype)
     matrix = packing.pack(tensor, POOL)
     assert matrix.kind == {"F32": 0, "F16": 1, "BF16": 2, "F64": 0}[dtype]
@@ -61,24 +61,24 @@ def test_plain_values_stay(dtype: str, shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("dtype", BLOCKS)
-def test_block_values_stay(dtype: str) -> None:
-    """Bit for bit what the gguf library computes, the sign of zero included."""
+def test_block_values_equal_those_of_gguf(dtype: str) -> None:
+    """Bit for bit, including the sign of zero."""
     cols = 160 if GGML_QUANT_SIZES[GGMLQuantizationType[dtype]][0] == 32 else 768
     tensor = block_tensor(dtype, 37, cols)
     np.testing.assert_array_equal(bits(packing.dequantize(packing.pack(tensor, POOL), POOL)), bits(tensor.float32()))
 
 
-def test_special_halves() -> None:
+def test_all_float16_values_are_unchanged() -> None:
     halves = np.arange(65536, dtype=np.uint16).view(np.float16).reshape(256, 256)
     tensor = make_tensor("weight", halves.shape, "F16", halves.reshape(-1).view(np.uint8))
-    with np.errstate(invalid="ignore"):  # signalling NaNs, on some processors
+    with np.errstate(invalid="ignore"):  # signalling NaNs warn on some processors
         expected = halves.astype(np.float32)
     np.testing.assert_array_equal(packing.dequantize(packing.pack(tensor, POOL), POOL), expected)
 
 
 @pytest.mark.parametrize("dtype", ["F32", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "int8"])
 def test_padding_is_zero(dtype: str) -> None:
-    """The padded matrix, read as if the padding were real."""
+    """Reads the padded matrix as if the padding were data."""
     quantization = "int8" if dtype == "int8" else None
     tensor = (
         block_tensor(dtype, 21, 96) if dtype in BLOCKS else float_tensor(floats(21, 96), dtype.replace("int8", "F32"))
@@ -89,8 +89,8 @@ def test_padding_is_zero(dtype: str) -> None:
     assert not values[21:].any() and not values[:, 96:].any()
 
 
-def test_layouts() -> None:
-    """The order of csrc/matrix.h, spelled out: scales, then nibbles of columns 4 j + i and 16 + 4 j + i."""
+def test_layout_of_blocks() -> None:
+    """The order of csrc/matrix.h: scales, then nibbles of columns 4 j + i and 16 + 4 j + i."""
     tensor = block_tensor("Q4_0", 16, 64)
     panel = packing.pack(tensor, POOL).data
     scales = panel[:64].view(np.float16).reshape(2, 16)
@@ -110,11 +110,11 @@ def test_layouts() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "bits_each"), [("Q5_0", 5.5), ("Q5_1", 6), ("Q5_K", 5.625), ("Q4_K", 4.625)])
-def test_blocks_keep_their_size(dtype: str, bits_each: float) -> None:
+def test_packed_blocks_keep_their_size(dtype: str, bits_each: float) -> None:
     assert packing.pack(block_tensor(dtype, 32, 768), POOL).num_bytes * 8 == bits_each * 32 * 768
 
 
-def test_many_floats_go_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_float_matrices_are_packed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "_FLOATS_AT_ONCE", 3 * 16 * 70)
     tensor = float_tensor(floats(101, 70), "F64")
     np.testing.assert_array_equal(packing.dequantize(packing.pack(tensor, POOL), POOL), tensor.float32())
@@ -130,7 +130,7 @@ def test_int8_rounds_to_nearest() -> None:
     np.testing.assert_allclose(packing.dequantize(matrix, POOL), expected, rtol=0, atol=1e-6)
 
 
-def test_int4_is_better_than_the_plain_range() -> None:
+def test_int4_has_less_error_than_min_max_rounding() -> None:
     values = floats(64, 512)
     values[::2] += 3  # groups whose values all have one sign
     matrix = packing.pack(float_tensor(values), POOL, "int4")
@@ -143,8 +143,9 @@ def test_int4_is_better_than_the_plain_range() -> None:
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_quantization_of_odd_values(quantization: packing.Quantization) -> None:
-    """Constant groups, zeros, ragged ends, tiny and huge numbers: finite, and near where that can be."""
+def test_quantization_of_extreme_values(quantization: packing.Quantization) -> None:
+    """Constant groups, zeros, partial groups, tiny and huge numbers give finite values, close to the input if
+    representable."""
     values = np.zeros((20, 75), np.float32)
     values[0], values[1, :40], values[2, 74], values[3] = 0.25, -3.0, 7.0, 1e-30
     values[4, 3], values[5] = 1e30, np.linspace(-1, 1, 75)
@@ -157,22 +158,22 @@ def test_quantization_of_odd_values(quantization: packing.Quantization) -> None:
     ("dtype", "quantization", "kind"),
     [("Q4_1", "int8", 4), ("Q4_K", "int4", 4), ("Q6_K", "int8", 7), ("Q8_0", "int4", 4)],
 )
-def test_never_more_bits_than_the_file(dtype: str, quantization: packing.Quantization, kind: int) -> None:
+def test_quantization_never_increases_the_bits(dtype: str, quantization: packing.Quantization, kind: int) -> None:
     tensor = block_tensor(dtype, 16, 256)
     matrix = packing.pack(tensor, POOL, quantization)
     assert matrix.kind == kind
     assert np.array_equal(packing.dequantize(matrix, POOL), tensor.float32()) == (dtype != "Q8_0")
 
 
-def test_threads_do_not_matter() -> None:
+def test_packing_is_independent_of_threads() -> None:
     tensor = float_tensor(floats(200, 96))
-    whole = float_tensor(floats(1000, 530))  # beyond what is done by the caller alone
+    whole = float_tensor(floats(1000, 530))  # large enough for several threads
     np.testing.assert_array_equal(packing.dequantize(packing.pack(whole, POOL), POOL), whole.float32())
     one = packing.pack(tensor, packing.ThreadPool(1), "int4")
     np.testing.assert_array_equal(one.data, packing.pack(tensor, POOL, "int4").data)
 
 
-def test_wrong_input() -> None:
+def test_invalid_input_is_refused() -> None:
     with pytest.raises(ValueError, match="matrix"):
         packing.pack(make_tensor("norm", (8,), "F32", np.zeros(32, np.uint8)), POOL)
     with pytest.raises(ModelError, match="I32"):

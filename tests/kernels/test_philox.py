@@ -1,4 +1,4 @@
-"""The noise: known answers, accuracy, bounds, and the same bits in numpy and torch on any shape."""
+"""Philox noise: known answers, accuracy, bounds, and equal bits in numpy and torch for any shape."""
 
 from decimal import Decimal, localcontext
 
@@ -16,15 +16,15 @@ KNOWN = [
 ]
 
 
-def hexes(text: str) -> list[int]:
+def parse_hex_words(text: str) -> list[int]:
     return [int(word, 16) for word in text.split()]
 
 
 @pytest.mark.parametrize(("counter", "key", "result"), KNOWN)
 @pytest.mark.parametrize("array", [lambda x: np.array([x]), lambda x: torch.tensor([x])], ids=["numpy", "torch"])
-def test_known_answers(counter, key, result, array):
-    words = philox.philox(tuple(map(array, hexes(counter))), tuple(map(array, hexes(key))))
-    assert [int(word[0]) for word in words] == hexes(result)
+def test_philox_known_answers(counter, key, result, array):
+    words = philox.philox(tuple(map(array, parse_hex_words(counter))), tuple(map(array, parse_hex_words(key))))
+    assert [int(word[0]) for word in words] == parse_hex_words(result)
 
 
 def test_token_words_follow_the_counter_layout():

@@ -1,4 +1,5 @@
-"""The sampler: order of processing against a plain-Python oracle, ties, row independence, distribution, coupling."""
+"""The reference sampler: order of processing against a plain Python oracle, ties, row independence, distribution,
+coupling."""
 
 import math
 from dataclasses import replace
@@ -35,8 +36,8 @@ def run(logits, entries, token_ids=None, vocab_size=None, allowed=None, **option
 # A slow oracle in plain Python: dictionaries from target id to score, libm's exp and log.
 
 
-def settled(clear):
-    """Leave out an example whose answer hangs on the last bits of libm."""
+def reject_unclear(clear):
+    """Rejects an example whose result depends on the last bits of libm."""
     if currently_in_test_context() and not clear:
         reject()
 
@@ -64,14 +65,14 @@ def oracle(logits, ids, seq, prefix, allowed=None):
     order = sorted(scores, key=lambda v: (-scores[v], v))
     best = scores[order[0]]
     if params.min_p > 0:
-        settled(all(abs(math.exp(scores[v] - best) - params.min_p) > 1e-6 for v in order))
+        reject_unclear(all(abs(math.exp(scores[v] - best) - params.min_p) > 1e-6 for v in order))
         order = [v for v in order if math.exp(scores[v] - best) >= params.min_p]
     order = order[: params.top_k or None]
     if params.top_p < 1:
         order = nucleus(order, scores, best, float(np.float32(params.top_p)))
     weights = {v: math.exp(scores[v] - best) for v in order}
     noisy = sorted(((scores[v] + noise(v, seq, prefix), v) for v in order), reverse=True)
-    settled(len(noisy) < 2 or noisy[0][0] - noisy[1][0] > 1e-9)
+    reject_unclear(len(noisy) < 2 or noisy[0][0] - noisy[1][0] > 1e-9)
     return noisy[0][1], {v: w / sum(weights.values()) for v, w in weights.items()}
 
 
@@ -83,7 +84,7 @@ def nucleus(order, scores, best, top_p):
             break
         kept.append(v)
         running += math.exp(scores[v] - best)
-        settled(abs(running / total - top_p) > 1e-6)
+        reject_unclear(abs(running / total - top_p) > 1e-6)
     return kept
 
 
@@ -116,7 +117,7 @@ def row_cases(draw):
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(st.lists(row_cases(), min_size=1, max_size=4), st.data())
-def test_against_oracle(cases, data):
+def test_samples_match_the_oracle(cases, data):
     reduced = data.draw(st.sampled_from([None, [0, 1, 4, 7, 9, 12]]))
     masks = data.draw(st.sampled_from([None, [0, 2, 3, 4, 7, 9, 10, 12]]))
     ids = list(range(V)) if reduced is None else reduced
@@ -149,7 +150,7 @@ def mixed_rows(count, vocab_size, seed=0):
 
 
 @pytest.mark.parametrize("vocab_size", [37, 5003])
-def test_rows_are_independent(vocab_size):
+def test_rows_are_independent_of_the_batch(vocab_size):
     logits, entries = mixed_rows(13, vocab_size)
     together = run(logits, entries, keep_probs=True)
     for seed in range(4):
@@ -178,7 +179,7 @@ def test_pruned_equals_unpruned_on_a_large_vocabulary(threads):
         torch._C.set_num_threads(before)
 
 
-def test_logits_of_any_type_and_size_are_read_and_left_as_they_are() -> None:
+def test_logits_of_any_type_and_width_are_not_modified() -> None:
     logits, entries = mixed_rows(9, 200)
     assert (run(logits, entries).tokens == run(logits.astype(np.float64), entries).tokens).all()
     logits, entries = mixed_rows(9, 64)
@@ -203,7 +204,7 @@ def test_ties_go_to_the_lowest_id():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_row_fails_alone(temperature):
+def test_failing_rows_do_not_affect_others(temperature):
     logits = np.random.default_rng(1).normal(0, 2, (4, 6)).astype(np.float32)
     fine = sequence(temperature=temperature, logprobs=2)
     banned = sequence(temperature=temperature, min_tokens=2, banned=range(6), logprobs=1)
@@ -224,7 +225,7 @@ LOGITS = np.array([1.0, 0.2, -0.5, 0.9, -2.0, 0.0, 2.1, -1.0], np.float32)
 @pytest.mark.slow
 @pytest.mark.parametrize("ids", [None, [0, 1, 4, 6, 7]], ids=["full", "reduced"])
 @pytest.mark.parametrize("params", [{"temperature": 0.7}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.8}])
-def test_distribution(params, ids):
+def test_samples_follow_the_distribution(params, ids):
     count, seq = 20_000, sequence(**params)
     rows = build_rows([entry(seq)] * count)
     rows = replace(rows, seed=np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
@@ -244,7 +245,7 @@ def test_distribution(params, ids):
 
 
 def test_coupled_drafting_is_always_accepted_on_equal_logits():
-    """A drafter draws one token at a time, the target all rows at once: the same logits give the same tokens."""
+    """A drafter samples one token at a time, the target all rows at once; equal logits give equal tokens."""
     table = np.random.default_rng(5).normal(0, 2, (300, 50)).astype(np.float32)
     for seed in range(20):
         params = {"temperature": 1.0, "top_p": 0.9, "repetition_penalty": 1.1, "frequency_penalty": 0.2}
@@ -286,7 +287,7 @@ def test_build_rows_counts_incrementally():
     assert counts_of(seq) == {1: 0, 2: 1, 5: 1} and rows.position.tolist() == [5, 7]
 
 
-def test_build_rows_bans_until_min_tokens():
+def test_build_rows_bans_stop_tokens_until_min_tokens():
     seq = sequence([1], [4], min_tokens=3, banned=[9], logit_bias={9: 1.0, 3: -2.0})
     rows = build_rows([entry(seq, [0] * i) for i in range(3)])
     by_row = [
@@ -296,14 +297,14 @@ def test_build_rows_bans_until_min_tokens():
     assert by_row == [{9: -math.inf, 3: -2.0}] * 2 + [{9: 1.0, 3: -2.0}]
 
 
-def test_plain_rows_carry_no_sparse_parts():
+def test_plain_rows_have_no_bias_or_penalties():
     assert allowed_tokens([entry(sequence())] * 3, 40) is None
     rows = build_rows([entry(sequence(seed=2**64 - 1))], num_logprobs=-1)
     assert not len(rows.bias_ids) and not len(rows.penalty_ids) and rows.seed[0] == 2**64 - 1
     assert rows.num_logprobs.tolist() == [-1] and rows.bias_indptr.tolist() == [0, 0]
 
 
-def test_rows_have_the_declared_types_whether_edited_or_not():
+def test_rows_have_the_declared_types():
     def types(**params):
         return {name: a.dtype for name, a in vars(build_rows([entry(sequence(**params))] * 2)).items() if a is not None}
 
@@ -316,8 +317,8 @@ def test_rows_have_the_declared_types_whether_edited_or_not():
     assert plain == types(logit_bias={3: 1.0}, repetition_penalty=1.1, top_k=2**40)
 
 
-def test_rows_follow_each_sequence_in_any_company():
-    """Constants of a batch are kept between steps: others of the same length, or in another order, get their own."""
+def test_cached_row_constants_follow_the_batch():
+    """Constants of a batch are cached between steps; a batch with other sequences or another order gets its own."""
     sequences = [sequence(seed=i, choice=i, temperature=i / 4, top_k=i, logprobs=i or None) for i in range(4)]
     for order in ([0, 1], [1, 0], [2, 3], [0, 1], [3, 3]):
         for num_logprobs in (None, -1, 0):

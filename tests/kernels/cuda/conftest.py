@@ -1,4 +1,4 @@
-"""Kernels run in Triton's interpreter on the CPU, unless there is a GPU."""
+"""Backends for tests of the cuda kernels, which run in Triton's interpreter on the CPU unless there is a GPU."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(autouse=True, scope="session")
 def triton() -> None:
-    """Its wheels are for Linux alone."""
+    """Triton has wheels for Linux only."""
     pytest.importorskip("triton", reason="the cuda backend's kernels are Triton's, and triton is not installed")
 
 

@@ -1,11 +1,11 @@
-"""The kernels of the cuda backend against `reference`, and one row against many, bit for bit."""
+"""Kernels of the cuda backend: compared with `reference`, and row-invariant bit for bit."""
 
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from cuda_ops import REFERENCE, floats, only, plan_of, rng, run
+from cuda_ops import REFERENCE, floats, plan_of, rng, run, single_row
 from gguf import GGMLQuantizationType, quantize
 
 from headstart.core import Paths
@@ -24,7 +24,7 @@ def ggml(name: str, rows: int, columns: int) -> Tensor:
     if name in ("BF16", "F16"):
         whole = torch.from_numpy(values).to(torch.bfloat16 if name == "BF16" else torch.float16)
         return make_tensor("w", (rows, columns), name, whole.view(torch.uint8).numpy().reshape(-1))
-    if name.endswith("_K"):  # which gguf only reads: any bytes, with scales that are small
+    if name.endswith("_K"):  # gguf cannot quantize these: random bytes with small scales
         size, halves = {"Q4_K": (144, (0, 2)), "Q5_K": (176, (0, 2)), "Q6_K": (210, (208,))}[name]
         blocks = rng().integers(0, 256, (rows, columns // 256, size), dtype=np.uint8)
         for at in halves:
@@ -53,7 +53,7 @@ MATRICES = {
 
 
 @pytest.mark.parametrize("name", MATRICES)
-def test_products(name: str, cuda: Any) -> None:
+def test_products_match_float64(name: str, cuda: Any) -> None:
     tensor = MATRICES[name]()
     matrix, values = cuda.weight(tensor), torch.from_numpy(tensor.float32()).to(cuda.torch_device)
     x = torch.from_numpy(rng().standard_normal((NUM_ROWS, tensor.shape[1]))).float().to(cuda.torch_device)
@@ -70,24 +70,24 @@ def test_products(name: str, cuda: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["BF16", "Q4_1"])
-def test_products_of_bfloat16(name: str, narrow: Any) -> None:
-    """Rows are rounded, matrices are not."""
+def test_products_round_rows_to_bfloat16(name: str, narrow: Any) -> None:
+    """Rows are rounded, matrices keep their values."""
     tensor = ggml(name, 35, 96)
     x = torch.from_numpy(rng().standard_normal((3, 96))).float()
-    made = narrow.launcher.product(x.to(narrow.torch_device), narrow.weight(tensor)).cpu()
+    outputs = narrow.launcher.product(x.to(narrow.torch_device), narrow.weight(tensor)).cpu()
     wanted = x.bfloat16().double() @ torch.from_numpy(tensor.float32()).double().T
-    assert (made - wanted).abs().max() < 2e-5 * wanted.abs().max()
+    assert (outputs - wanted).abs().max() < 2e-5 * wanted.abs().max()
 
 
 @pytest.mark.parametrize("bits", ["int8", "int4"])
-def test_rounded_weights(bits: Any) -> None:
+def test_quantized_weights_are_close(bits: Any) -> None:
     from headstart.kernels.cuda.backend import CudaBackend
 
     tensor = floats(35, 96)
     matrix = CudaBackend(narrow=False, quantization=bits).weight(tensor)
     backend = CudaBackend(narrow=False)
-    made = backend.launcher.product(torch.eye(96).to(backend.torch_device), matrix).cpu()
-    error = (made.T - torch.from_numpy(tensor.float32())).abs().max()
+    outputs = backend.launcher.product(torch.eye(96).to(backend.torch_device), matrix).cpu()
+    error = (outputs.T - torch.from_numpy(tensor.float32())).abs().max()
     assert 0 < error < (0.02 if bits == "int8" else 0.3) and matrix.num_bytes * 3 < tensor.nbytes
 
 
@@ -104,8 +104,9 @@ SPECS = {
 EXTENTS = {"biases, window": 5, "biases, softcap": 70}
 
 
-def attending(backend: Backend, spec: AttentionSpec, *, sinks: bool = False, extent: int = 0) -> Any:
-    """A program: queries, keys and values made of the hidden state; keys and values that are there before."""
+def attention_program(backend: Backend, spec: AttentionSpec, *, sinks: bool = False, extent: int = 0) -> Any:
+    """A program with queries, keys and values computed from the hidden state, over a pool with earlier keys and
+    values."""
     width = 16
     before, keys, values = (
         0.3 * rng().standard_normal((3, 260, 64)),
@@ -118,46 +119,46 @@ def attending(backend: Backend, spec: AttentionSpec, *, sinks: bool = False, ext
     for kept, known in ((pool.keys, before[0]), (pool.values, before[1])):
         kept.copy_(torch.from_numpy(known[:, : kept[0].numel()]).view(kept.shape))
     sink = backend.weight(floats(spec.num_heads)) if sinks else None
-    near = backend.weight(floats(spec.num_heads * extent, width)) if extent else None
+    distance_bias = backend.weight(floats(spec.num_heads * extent, width)) if extent else None
 
     def code(ops: Ops, step: StepInputs) -> dict[str, Any]:
         ops.store_kv(ops.linear(step.hidden, k), ops.linear(step.hidden, v), pool, spec)
-        bias = ops.linear(step.hidden, near) if extent else None
+        bias = ops.linear(step.hidden, distance_bias) if extent else None
         return {"out": ops.attend(ops.linear(step.hidden, q), pool, spec, sink, bias=bias)}
 
     return code
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_attention(name: str, cuda: Any) -> None:
-    """Over pages in disorder, of two sequences, one with rows in more than a tile and on both sides of a block's edge;
-    then a row alone, whose context is the same."""
+def test_attention_matches_reference(name: str, cuda: Any) -> None:
+    """Shuffled pages of two sequences, rows in several tiles and on both sides of a block boundary; then one row alone
+    with the same context, bit for bit."""
     spec, spans = SPECS[name], [(59, 9), (1, 3)]
     plan, hidden = plan_of(spans), rng().standard_normal((12, 16)).astype(np.float32)
     about: dict[str, Any] = {"sinks": name == "grouped", "extent": EXTENTS.get(name, 0)}
-    codes = [attending(backend, spec, **about) for backend in (REFERENCE, cuda)]
-    wanted, made = (
+    codes = [attention_program(backend, spec, **about) for backend in (REFERENCE, cuda)]
+    wanted, outputs = (
         run(backend, code, plan, hidden)["out"] for backend, code in zip((REFERENCE, cuda), codes, strict=True)
     )
-    assert np.allclose(made, wanted, rtol=2e-4, atol=1e-5)
+    assert np.allclose(outputs, wanted, rtol=2e-4, atol=1e-5)
     row = 0 if spec.block_window else 7
-    assert np.array_equal(run(cuda, codes[1], only(plan, row), hidden[row : row + 1])["out"][0], made[row])
+    assert np.array_equal(run(cuda, codes[1], single_row(plan, row), hidden[row : row + 1])["out"][0], outputs[row])
 
 
-def test_paths_of_a_tree(cuda: Any) -> None:
-    """Two branches behind a common row see themselves and what came before, and not each other."""
+def test_tree_rows_see_only_their_path(cuda: Any) -> None:
+    """Two branches after a common row see themselves and the context, not each other."""
     spec = SPECS["grouped"]
     tree, hidden = plan_of([(6, 3)]), rng().standard_normal((3, 16)).astype(np.float32)
     tree.positions = np.array([6, 7, 7], np.int32)
     tree.visible_end = tree.positions
     root, left, right = tree.slots.tolist()
     tree.paths = Paths(np.array([0, 1, 3, 5], np.int32), np.array([root, root, left, root, right], np.int32))
-    made = [run(backend, attending(backend, spec), tree, hidden)["out"] for backend in (REFERENCE, cuda)]
-    assert np.allclose(*made, rtol=2e-4, atol=1e-5)
+    outputs = [run(backend, attention_program(backend, spec), tree, hidden)["out"] for backend in (REFERENCE, cuda)]
+    assert np.allclose(*outputs, rtol=2e-4, atol=1e-5)
 
 
-def test_operations_on_rows(cuda: Any) -> None:
-    """All the small ones, in one program."""
+def test_rowwise_operations_match_reference(cuda: Any) -> None:
+    """All elementwise and row operations in one program."""
     plan, hidden = plan_of([(5, 9), (0, NUM_ROWS - 9)]), rng().standard_normal((NUM_ROWS, 24)).astype(np.float32)
     half, trailing = RopeSpec((1.0, 0.1, 0.01), 6), RopeSpec((1.0, 0.3), 4, 1.5, trailing=True, inverse=True, shift=2)
     kinds = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
@@ -200,10 +201,10 @@ def test_operations_on_rows(cuda: Any) -> None:
 
         return code
 
-    wanted, made = (run(backend, program(backend), plan, hidden) for backend in (REFERENCE, cuda))
+    wanted, outputs = (run(backend, program(backend), plan, hidden) for backend in (REFERENCE, cuda))
     for name, values in wanted.items():
-        assert np.allclose(made[name], values, rtol=1e-4, atol=1e-5), name
+        assert np.allclose(outputs[name], values, rtol=1e-4, atol=1e-5), name
     alone = plan_of([(5, 1)])
     for name, values in run(cuda, program(cuda), alone, hidden[:1]).items():
-        if name != "put":  # by the token
-            assert np.array_equal(values[0], made[name][0]), name
+        if name != "put":  # depends on the token
+            assert np.array_equal(values[0], outputs[name][0]), name

@@ -1,5 +1,5 @@
-"""Triton's compiler on the kernels, for a GPU that is not here: types, shapes and memory, and one binary for any number
-of rows. All families: `python benchmarks/kernels.py compile`."""
+"""Triton's compiler on the kernels for a GPU that is not present: types, shapes, memory, and one binary for any number
+of rows. `python benchmarks/kernels.py compile` checks all families."""
 
 import os
 import subprocess
@@ -12,8 +12,8 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.slow
-def test_they_compile_and_bits_do_not_hang_on_company() -> None:
-    """In a process of its own: this one may interpret them."""
+def test_kernels_compile_to_one_binary_for_any_number_of_rows() -> None:
+    """Runs in a separate process, since this one may use the interpreter."""
     command = [sys.executable, str(ROOT / "benchmarks" / "kernels.py"), "compile", "--rows", "qwen3_5"]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "0"})
     assert done.returncode == 0 and "\n0 red" in done.stdout, done.stdout[-3000:] + done.stderr[-3000:]

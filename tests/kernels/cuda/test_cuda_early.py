@@ -1,5 +1,5 @@
-"""Drafts that are begun behind a pass before the host knows what it has drawn: the same drafts and texts, and no work
-of the device waits for the host in between."""
+"""Early drafts: drafting starts after a pass before the host has read the sampled tokens, with the same drafts and
+texts."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import support
 import torch
-from test_cuda_recording import Replaying, drafts_of, engine_of, model_of, recorded
+from test_cuda_recording import ReplayingGraphs, drafts_of, engine_of, model_of, recording_on
 
 from headstart.config import AUTO
 from headstart.engine.engine import Engine
@@ -27,40 +27,40 @@ def agreeing(backend: str = "cuda") -> Any:
 
 
 @contextmanager
-def taken() -> Iterator[list[int]]:
-    """How many drafts begun early were taken by `propose`, call by call."""
-    counts, fitting = list[int](), EarlyDrafts.match
+def count_matches() -> Iterator[list[int]]:
+    """A list with the number of early drafts that each call of `propose` uses."""
+    counts, original_match = list[int](), EarlyDrafts.match
 
-    def counted(early: EarlyDrafts, *args: Any) -> dict[int, int]:
-        found = fitting(early, *args)
+    def counting_match(early: EarlyDrafts, *args: Any) -> dict[int, int]:
+        found = original_match(early, *args)
         counts.append(len(found))
         return found
 
-    EarlyDrafts.match = counted
+    EarlyDrafts.match = counting_match
     try:
         yield counts
     finally:
-        EarlyDrafts.match = fitting
+        EarlyDrafts.match = original_match
 
 
 def texts(engine: Engine, depth: int | None, count: int = 2, **fields: Any) -> list[list[int]]:
     about = {"max_tokens": 5, "temperature": 0.5, "depth": depth, **fields}
-    asked = [support.request(support.prompt_of(7, i), name=str(i), **about) for i in range(count)]
-    return [each.tokens for each in support.run(engine, asked).values()]
+    requests = [support.request(support.prompt_of(7, i), name=str(i), **about) for i in range(count)]
+    return [each.tokens for each in support.run(engine, requests).values()]
 
 
-def test_drafts_and_texts_are_those_of_drafts_made_later() -> None:
-    """Step by step, on a device with graphs; two sequences, of which one has penalties: that one waits for the host."""
-    model, made = agreeing(), Replaying()
-    with taken() as counts, recorded(model, made.device()):
+def test_early_drafts_equal_late_drafts() -> None:
+    """Compared step by step on a device with graphs; of two sequences, the one with penalties waits for the host."""
+    model, device_graphs = agreeing(), ReplayingGraphs()
+    with count_matches() as counts, recording_on(model, device_graphs.device()):
         engine = engine_of(model)
         found = drafts_of(engine, 5)
     assert found == drafts_of(engine_of(agreeing("reference")), 5)
-    assert sum(counts) >= 1 and engine.stats.accepted > 0 and made.replayed > 0
+    assert sum(counts) >= 1 and engine.stats.accepted > 0 and device_graphs.replayed > 0
 
 
-def test_texts_are_those_of_plain_decoding() -> None:
-    """With depths chosen by themselves, which has drafts scored; and where sequences are preempted."""
+def test_early_drafts_keep_the_texts() -> None:
+    """Covers auto depth, which scores drafts, and preempted sequences."""
     model, plain = agreeing(), engine_of(agreeing("reference"), drafter="none")
     wanted = texts(plain, 0)
     assert texts(engine_of(model, depth=AUTO), None, 1, max_tokens=4) == [wanted[0][:4]]
@@ -68,19 +68,18 @@ def test_texts_are_those_of_plain_decoding() -> None:
     assert texts(engine, None) == wanted and engine.scheduler.num_preemptions > 0
 
 
-def test_synthetic_acceptance_is_known_before() -> None:
-    """Accepted whatever was drawn: the device is told how many."""
+def test_synthetic_acceptance_is_sent_to_the_device() -> None:
+    """The number of accepted tokens does not depend on the samples, so the host sends it."""
     found = list[list[list[int]]]()
     for backend in ("reference", "cuda"):
         engine = engine_of(agreeing(backend), synthetic_acceptance="0.9,0.5")
-        with taken() as counts:
+        with count_matches() as counts:
             found.append(texts(engine, None, 1))
         assert bool(sum(counts)) == (backend == "cuda")
     assert found[0] == found[1] and engine.stats.accepted > 0
 
 
-def test_the_device_waits_for_the_host_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of a step's work is launched before the host reads anything."""
+def test_all_work_of_a_step_is_launched_before_the_host_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     from headstart.kernels.cuda.device import HostCopy
     from headstart.kernels.cuda.recording import GraphRecorder
 
@@ -100,21 +99,21 @@ def test_the_device_waits_for_the_host_once_a_step(monkeypatch: pytest.MonkeyPat
     assert all(step == sorted(step, reverse=True) and "work" in step for step in steps[1:]), steps
 
 
-def test_what_is_judged_on_the_device(cuda: Any) -> None:
-    """Prefixes that match, rows that drop out, a draw that failed, and a sequence that is not judged."""
+def test_device_verifies_drafts(cuda: Any) -> None:
+    """Covers matching prefixes, dropped rows, a failed sample, and a sequence without verification."""
     from headstart.kernels.cuda import draft_loop
     from headstart.kernels.cuda.kernels import sampling
 
     drafted = [[4, 5, 6], [4, 5, 6], [7], [9, 9]]
     draws = [4, 5, 8, 0, 4, 5, 6, 3, -1, 0, 9, 1, 1]
-    told, padded = np.zeros((7, 5), np.int32), np.zeros((5, draft_loop.MAX_VERIFIED), np.int32)
-    told[sampling.NUM_DRAFTED], told[sampling.FIXED_ACCEPTED] = [3, 3, 1, 2, -1], [-1, -1, -1, 2, -1]
-    told[sampling.FIRST_SAMPLE], told[sampling.FIRST_ROW], told[sampling.KNOWN_ROWS] = (
+    sent, padded = np.zeros((7, 5), np.int32), np.zeros((5, draft_loop.MAX_VERIFIED), np.int32)
+    sent[sampling.NUM_DRAFTED], sent[sampling.FIXED_ACCEPTED] = [3, 3, 1, 2, -1], [-1, -1, -1, 2, -1]
+    sent[sampling.FIRST_SAMPLE], sent[sampling.FIRST_ROW], sent[sampling.KNOWN_ROWS] = (
         [0, 4, 8, 10, 0],
         [0, 5, 9, 11, 14],
         [1, 0, 0, 0, 0],
     )
-    told[sampling.BASE_POSITION] = [20, 30, 40, 50, 60]
+    sent[sampling.BASE_POSITION] = [20, 30, 40, 50, 60]
     for i, draft in enumerate(drafted):
         padded[i, : len(draft)] = draft
     put: Any = lambda array: torch.from_numpy(np.ascontiguousarray(array)).to(cuda.torch_device)  # noqa: E731
@@ -123,7 +122,7 @@ def test_what_is_judged_on_the_device(cuda: Any) -> None:
     )
     rows, ints, taken_ = put(np.full(5, 77, np.int32)), put(np.zeros((4, 5), np.int64)), put(np.full(5, -7, np.int32))
     sampling.verify[(5,)](
-        put(told), put(padded), put(np.array(draws, np.int64)), tokens, slots, visible_end, rows, ints, taken_, 5,
+        put(sent), put(padded), put(np.array(draws, np.int64)), tokens, slots, visible_end, rows, ints, taken_, 5,
         MAX_VERIFIED=draft_loop.MAX_VERIFIED,
     )  # fmt: skip
     assert taken_.tolist() == [2, 3, 0, 2, 0] and ints[1].tolist() == [22, 33, 40, 52, 60]

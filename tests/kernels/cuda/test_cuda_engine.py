@@ -1,4 +1,4 @@
-"""An engine on the cuda backend: the text of `reference`, with drafts and without."""
+"""Engines on the cuda backend: the text of `reference`, with drafts and without."""
 
 from typing import Any
 
@@ -15,37 +15,37 @@ PROMPT = (3, 5, 7, 5, 7, 5, 9, 5, 7, 5)
 
 
 @pytest.mark.slow
-def test_the_text_is_that_of_reference_and_of_no_draft() -> None:
-    """Sampled, with drafts of which some are right."""
+def test_text_equals_reference_with_and_without_drafts() -> None:
+    """Sampled, with some drafts accepted."""
     config, arrays = family_of("llama").tiny(num_hidden_layers=1)
     folder, texts, accepted = write_model(new_folder(), config, soften(arrays, 0.1)), list[list[int]](), 0
     for backend, depth in (("reference", 0), ("cuda", 0), ("cuda", 3)):
         kv: Any = "float32" if backend == "cuda" else None
         wanted = EngineConfig(**{**SMALL, "backend": backend, "kv_cache_dtype": kv, "drafter": "ngram", "depth": 3})
         engine = build_engine(load_model(str(folder), wanted), wanted)
-        asked = request(PROMPT, seed=3, depth=depth, stops=(), max_tokens=6, temperature=0.2)
-        texts.append(run(engine, [asked])["r", 0].tokens)
+        submitted = request(PROMPT, seed=3, depth=depth, stops=(), max_tokens=6, temperature=0.2)
+        texts.append(run(engine, [submitted])["r", 0].tokens)
         accepted = engine.stats.accepted
     assert texts[0] == texts[1] == texts[2] and accepted > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["deepseek_v4", "granitemoehybrid"])
-def test_families(family: str) -> None:
-    """Compressed attention, an indexer, experts and streams; Mamba2. All: benchmarks/verify_families.py --columns
-    cuda."""
+def test_families_equal_reference(family: str) -> None:
+    """Covers compressed attention, an indexer, experts and streams, and Mamba2. `benchmarks/verify_families.py
+    --columns cuda` checks all families."""
     config, arrays = family_of(family).tiny()
     folder, texts = write_model(new_folder(), config, soften(arrays, 0.1)), list[list[int]]()
     for backend in ("reference", "cuda"):
         kept: dict[str, Any] = {"kv_cache_dtype": "float32", "drafter": "ngram", "depth": 2}
         more = kept if backend == "cuda" else {"drafter": "none"}
         wanted = EngineConfig(**{**SMALL, "backend": backend, "max_num_batched_tokens": 7, **more})
-        asked = request(PROMPT[:8], max_tokens=3, stops=())
-        texts.append(run(build_engine(load_model(str(folder), wanted), wanted), [asked])["r", 0].tokens)
+        submitted = request(PROMPT[:8], max_tokens=3, stops=())
+        texts.append(run(build_engine(load_model(str(folder), wanted), wanted), [submitted])["r", 0].tokens)
     assert texts[0] == texts[1] and len(texts[0]) == 3
 
 
-def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from headstart.kernels.cuda import device
 
     monkeypatch.setattr(device, "is_interpreted", lambda: False)
@@ -54,8 +54,8 @@ def test_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         device.open_device()
 
 
-def test_every_operation_has_its_kernels() -> None:
-    """But that of an AdapterBackend."""
+def test_every_operation_is_implemented() -> None:
+    """The exception is the operation of an AdapterBackend."""
     from headstart.kernels.cuda.backend import CudaBackend
     from headstart.kernels.cuda.ops import CudaOps
     from headstart.kernels.ops import AdapterBackend, Ops

@@ -1,4 +1,5 @@
-"""Images on the cuda backend: features and drafts of `reference`. Rotary positions have axes there (RopeSpec.axes)."""
+"""Images on the cuda backend: features and drafts of `reference`, with rotary positions that have axes
+(RopeSpec.axes)."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -7,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support import make, model_at, record_drafts, request, run
-from test_cuda_recording import Replaying, recorded
+from test_cuda_recording import ReplayingGraphs, recording_on
 from vision_models import published, random_image
 
 from headstart.engine.load import Model
@@ -18,33 +19,33 @@ IMAGE = random_image(2, 60, 50)
 FLOATS: dict[str, Any] = {"kv_cache_dtype": "float32"}
 
 
-def seeing(kind: str) -> tuple[Model, Model]:
-    """On `reference` and on `cuda`."""
+def models_of(kind: str) -> tuple[Model, Model]:
+    """The model on `reference` and on `cuda`."""
     folder = published(kind)[1]
     return model_at(folder, "reference"), model_at(folder, "cuda", **FLOATS)
 
 
-def test_features() -> None:
-    """Of a tower whose patches are rotated by row and column."""
+def test_image_features_match_reference() -> None:
+    """The tower rotates patches by row and column."""
     found = []
-    for model in seeing("mistral3"):
+    for model in models_of("mistral3"):
         assert model.vision and model.tower
         found.append(VisionEncoder(model.backend, model.vision).features(model.tower.prepare(IMAGE).pieces[0].image))
     np.testing.assert_allclose(*found, rtol=2e-4, atol=2e-5)
 
 
-def test_drafts_behind_an_image() -> None:
-    """The rotary positions of drafted tokens are those of the tokens in the text, in recorded drafts, too."""
+def test_drafts_after_an_image_match_reference() -> None:
+    """Drafted tokens have the rotary positions of committed tokens, in recorded drafts as well."""
     found = []
-    for model in seeing("qwen3_5"):
+    for model in models_of("qwen3_5"):
         assert model.tower
         ids = model.tokenizer.encode(f"a{model.tower.placeholder}b")
         ids, images = model.tower.expand(ids, [model.tower.prepare(IMAGE)])
-        asked = replace(request(ids, max_tokens=5, stops=()), images=images)
+        submitted = replace(request(ids, max_tokens=5, stops=()), images=images)
         kept = FLOATS if model.backend.name == "cuda" else {}
-        with recorded(model, Replaying().device()) if kept else nullcontext():
+        with recording_on(model, ReplayingGraphs().device()) if kept else nullcontext():
             engine = make(model, backend=model.backend.name, dtype="float32", drafter="mtp", depth=3, **kept)
             drafts = record_drafts(engine)
-            run(engine, [asked])
+            run(engine, [submitted])
         found.append(drafts)
     assert found[0] == found[1] and max(len(drafted) for _, drafted in found[0]) == 3

@@ -1,12 +1,12 @@
-"""Experts, recurrent layers, indexers, compressed attention and residual streams of the cuda backend against
-`reference`, and one row against many, bit for bit."""
+"""Experts, recurrent layers, indexers, compressed attention and residual streams of the cuda backend: compared with
+`reference`, and row-invariant bit for bit."""
 
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from cuda_ops import REFERENCE, Code, floats, only, plan_of, rng, run, tensor
+from cuda_ops import REFERENCE, Code, floats, plan_of, rng, run, single_row, tensor
 
 from headstart.core import StateSteps, StepPlan
 from headstart.errors import ModelError
@@ -33,8 +33,8 @@ def experts_of(backend: Backend, count: int, *, activation: Any = "silu", biases
     source = rng()
 
     def matrices(rows: int, columns: int) -> tuple[Any, ...]:
-        made = (source.standard_normal((rows, columns)) * columns**-0.5 for _ in range(count))
-        return tuple(backend.weight(tensor(each)) for each in made)
+        outputs = (source.standard_normal((rows, columns)) * columns**-0.5 for _ in range(count))
+        return tuple(backend.weight(tensor(each)) for each in outputs)
 
     def vectors(rows: int) -> tuple[Any, ...]:
         return tuple(backend.weight(tensor(source.standard_normal(rows))) for _ in range(count if biases else 0))
@@ -43,7 +43,7 @@ def experts_of(backend: Backend, count: int, *, activation: Any = "silu", biases
     return Experts(gate, up, down, activation, vectors(inner) if gated else (), vectors(inner), vectors(width))
 
 
-def mixing(backend: Backend, spec: RouterSpec, *, bias: bool = False, told: bool = False, **more: Any) -> Code:
+def moe_program(backend: Backend, spec: RouterSpec, *, bias: bool = False, told: bool = False, **more: Any) -> Code:
     experts = experts_of(backend, spec.num_matrices, **more)
     router = backend.weight(floats(spec.num_experts, more.get("width", WIDTH)), precise=True)
     biased = backend.weight(floats(spec.num_experts)) if bias else None
@@ -58,29 +58,29 @@ def mixing(backend: Backend, spec: RouterSpec, *, bias: bool = False, told: bool
 
 
 @pytest.mark.parametrize("name", ROUTERS)
-def test_experts(name: str, cuda: Any) -> None:
-    """More pairs of one expert than a tile has, experts that nobody takes, and rows that only fill up the bucket."""
+def test_experts_match_reference(name: str, cuda: Any) -> None:
+    """Covers more pairs of one expert than a tile holds, unused experts, and padding rows of a bucket."""
     from headstart.kernels.cuda.backend import CudaBackend
 
     spec, more = ROUTERS[name]
     quantized, oracle = more.pop("quantization", None), REFERENCE
-    if quantized:  # in groups of 32; the oracle takes the values that they are rounded to
+    if quantized:  # in groups of 32; the oracle uses the rounded values
         more |= {"inner": 32, "width": 32}
         cuda, oracle = CudaBackend(narrow=False, quantization=quantized), CudaBackend(narrow=False)
     width = more.get("width", WIDTH)
     plan, hidden = plan_of([(5, 11), (0, ROWS - 11)]), rng().standard_normal((ROWS, width)).astype(np.float32)
-    code = mixing(cuda, spec, **more)
-    made = run(cuda, code, plan, hidden)["y"]
-    wanted = run(oracle, mixing(oracle, spec, **more), plan, hidden)["y"]
+    code = moe_program(cuda, spec, **more)
+    outputs = run(cuda, code, plan, hidden)["y"]
+    wanted = run(oracle, moe_program(oracle, spec, **more), plan, hidden)["y"]
     if quantized:
-        assert 0 < np.abs(made - wanted).max() < 0.2 * np.abs(wanted).max()
+        assert 0 < np.abs(outputs - wanted).max() < 0.2 * np.abs(wanted).max()
     else:
-        assert np.allclose(made, wanted, rtol=2e-4, atol=1e-5)
+        assert np.allclose(outputs, wanted, rtol=2e-4, atol=1e-5)
     for row in (0, 7):
-        assert np.array_equal(run(cuda, code, only(plan, row), hidden[row : row + 1])["y"][0], made[row])
+        assert np.array_equal(run(cuda, code, single_row(plan, row), hidden[row : row + 1])["y"][0], outputs[row])
 
 
-def test_experts_of_several_types_are_refused_when_loaded(cuda: Any) -> None:
+def test_experts_of_several_weight_types_are_refused(cuda: Any) -> None:
     experts = experts_of(cuda, 3)
     odd = torch.zeros(INNER, WIDTH, dtype=torch.bfloat16, device=cuda.torch_device)
     mixed = Experts(experts.gate, (*experts.up[:2], type(experts.up[0])(0, INNER, WIDTH, odd)), experts.down)
@@ -99,11 +99,11 @@ LAYERS: dict[str, Any] = {
 OWNED, KEPT = 3, 6
 
 
-def walking(backend: Any, spec: Any) -> tuple[Code, Any]:
-    """A program that walks over projections of the hidden state, and the pool."""
+def recurrent_program(backend: Any, spec: Any) -> tuple[Code, Any]:
+    """A program that runs a recurrent layer over projections of the hidden state, and its state pool."""
     heads = getattr(spec, "num_heads", 1)
     decays, sizes = getattr(spec, "num_decays", heads), (spec.channels, heads, getattr(spec, "num_decays", heads))
-    wide, narrow, fading = (backend.weight(tensor(rng().standard_normal((n, 8)) * 0.5)) for n in sizes)
+    wide, narrow, decay_matrix = (backend.weight(tensor(rng().standard_normal((n, 8)) * 0.5)) for n in sizes)
     vectors = [backend.weight(floats(n)) for n in (getattr(spec, "width", 1) * spec.channels, spec.channels, decays)]
     pool = backend.state_pool(OWNED + 2, OWNED, KEPT, spec)
 
@@ -111,7 +111,7 @@ def walking(backend: Any, spec: Any) -> tuple[Code, Any]:
         x, y = ops.linear(step.hidden, wide), ops.linear(step.hidden, narrow)
         if isinstance(spec, ConvSpec):
             return {"y": ops.causal_conv(x, vectors[0], pool, spec, vectors[1])}
-        decay = ops.scale(ops.softplus(ops.linear(step.hidden, fading), None, vectors[2]), -0.3)
+        decay = ops.scale(ops.softplus(ops.linear(step.hidden, decay_matrix), None, vectors[2]), -0.3)
         if isinstance(spec, DeltaSpec):
             return {"y": ops.gated_delta(x, decay, y, pool, spec)}
         return {"y": ops.selective_scan(x, ops.scale(decay, -1.0), vectors[2], vectors[2], pool, spec)}
@@ -119,9 +119,9 @@ def walking(backend: Any, spec: Any) -> tuple[Code, Any]:
     return code, pool
 
 
-def steps(*told: tuple[int, int, int, int, dict[int, int]]) -> StateSteps:
-    """(own slot, slot that is read, start, keeps, stores by position) of each sequence."""
-    own, reads, starts, keeps, stores = zip(*told, strict=True)
+def steps(*sequences: tuple[int, int, int, int, dict[int, int]]) -> StateSteps:
+    """State steps from (own slot, slot read, start, keeps, stores by position) of each sequence."""
+    own, reads, starts, keeps, stores = zip(*sequences, strict=True)
     counts = np.cumsum([0, *map(len, stores)])
     arrays = (
         own, reads, starts, keeps, counts, [p for s in stores for p in s], [s for t in stores for s in t.values()],
@@ -130,8 +130,8 @@ def steps(*told: tuple[int, int, int, int, dict[int, int]]) -> StateSteps:
 
 
 def passes() -> list[StepPlan]:
-    """Two prompts, one with a snapshot in its middle; drafts of which two and none come true; a third sequence that
-    begins at the snapshot; rows that only replay."""
+    """Two prompts, one with a snapshot in the middle; drafts with two and no tokens accepted; a third sequence that
+    starts at the snapshot; rows that are only replayed."""
     return [
         plan_of([(0, 7), (0, 3)], states=steps((0, -1, 0, 7, {4: 3, 7: 0}), (2, -1, 0, 3, {3: 2}))),
         plan_of([(7, 4), (3, 5)], states=steps((0, 0, 7, 8, {8: 0}), (2, 2, 3, 4, {4: 2}))),
@@ -141,29 +141,29 @@ def passes() -> list[StepPlan]:
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_recurrent_layers(name: str, cuda: Any) -> None:
-    """Outputs, states and kept rows of each pass; and the same sequence alone, bit for bit."""
-    spec, alone = LAYERS[name], walking(cuda, LAYERS[name])
-    (code, pool), (oracle, theirs) = walking(cuda, spec), walking(REFERENCE, spec)
+def test_recurrent_layers_match_reference(name: str, cuda: Any) -> None:
+    """Outputs, states and kept rows of each pass, and the first sequence alone bit for bit."""
+    spec, alone = LAYERS[name], recurrent_program(cuda, LAYERS[name])
+    (code, pool), (oracle, theirs) = recurrent_program(cuda, spec), recurrent_program(REFERENCE, spec)
     for number, plan in enumerate(passes()):
         hidden = np.random.default_rng(number).standard_normal((plan.num_rows, 8)).astype(np.float32)
-        made, wanted = run(cuda, code, plan, hidden)["y"], run(REFERENCE, oracle, plan, hidden)["y"]
-        assert np.allclose(made, wanted, rtol=2e-4, atol=1e-5), number
+        outputs, wanted = run(cuda, code, plan, hidden)["y"], run(REFERENCE, oracle, plan, hidden)["y"]
+        assert np.allclose(outputs, wanted, rtol=2e-4, atol=1e-5), number
         assert torch.allclose(pool.states.cpu(), theirs.states, rtol=2e-4, atol=1e-5), number
         assert torch.allclose(pool.rows.cpu(), theirs.rows, rtol=2e-4, atol=1e-5), number
-        single = first_of(plan)
+        single = first_sequence_of(plan)
         same = run(cuda, alone[0], single, hidden[: single.num_rows])["y"]
-        assert np.array_equal(same, made[: single.num_rows]), number
+        assert np.array_equal(same, outputs[: single.num_rows]), number
         assert torch.equal(alone[1].states[0], pool.states[0]), number
 
 
-def first_of(plan: StepPlan) -> StepPlan:
-    """Its first sequence alone."""
-    told, count = plan.states, int(plan.row_starts[1])
-    end = int(told.store_starts[1])
-    parts = (told.own[:1], told.reads[:1], told.starts[:1], told.keeps[:1], told.store_starts[:2])
+def first_sequence_of(plan: StepPlan) -> StepPlan:
+    """The plan of the first sequence alone."""
+    states, count = plan.states, int(plan.row_starts[1])
+    end = int(states.store_starts[1])
+    parts = (states.own[:1], states.reads[:1], states.starts[:1], states.keeps[:1], states.store_starts[:2])
     single = plan_of([(int(plan.positions[0]), count)])
-    single.states = StateSteps(*parts, told.store_positions[:end], told.store_slots[:end])
+    single.states = StateSteps(*parts, states.store_positions[:end], states.store_slots[:end])
     return single
 
 
@@ -178,12 +178,12 @@ SCORES = {
 
 
 @pytest.mark.parametrize("name", SCORES)
-def test_what_an_indexer_chooses(name: str, cuda: Any) -> None:
+def test_indexer_selection_matches_reference(name: str, cuda: Any) -> None:
     every, scores = SCORES[name]
     count = len(scores)
     spec, index = AttentionSpec(1, 1, 4, 1.0, count), IndexSpec(1, 1, 5, every)
 
-    def choosing(on: Any) -> Code:
+    def selection_program(on: Any) -> Code:
         pools = [on.kv_pool(256, each) for each in (spec, index)]
         arrays = np.zeros((count, 4)), np.eye(count), np.ones((count, 1)), scores[:, None]
         q, v, w, k = (on.weight(tensor(each), precise=True) for each in arrays)
@@ -198,14 +198,14 @@ def test_what_an_indexer_chooses(name: str, cuda: Any) -> None:
         return code
 
     hidden = np.zeros((count, 1), np.float32)
-    wanted, made = (run(on, choosing(on), plan_of([(0, count)]), hidden)["y"] for on in (REFERENCE, cuda))
-    rows = slice(every - 1, None)  # before it there is nothing to choose, and the oracle divides by 0
-    assert np.array_equal(made[rows] > 0, wanted[rows] > 0)
-    assert np.allclose(made[rows], wanted[rows], atol=1e-6) and not made[: every - 1].any()
+    wanted, outputs = (run(on, selection_program(on), plan_of([(0, count)]), hidden)["y"] for on in (REFERENCE, cuda))
+    rows = slice(every - 1, None)  # earlier rows have nothing to select, and the oracle divides by 0
+    assert np.array_equal(outputs[rows] > 0, wanted[rows] > 0)
+    assert np.allclose(outputs[rows], wanted[rows], atol=1e-6) and not outputs[: every - 1].any()
 
 
-def compressed(backend: Any, every: int, *, overlap: bool, index: bool) -> Code:
-    """A layer of compressed attention, without its projections' norms and ropes."""
+def compressed_attention_program(backend: Any, every: int, *, overlap: bool, index: bool) -> Code:
+    """A layer of compressed attention without the norms and ropes of its projections."""
     spec, kept = AttentionSpec(18, 1, 12, 0.3, 12, latent=True, window=5), CompressSpec(every, 12, overlap)
     picks = IndexSpec(3, 12, 3, every)
     pools = [backend.kv_pool(256, each) for each in (spec, kept, spec, picks)]
@@ -214,36 +214,36 @@ def compressed(backend: Any, every: int, *, overlap: bool, index: bool) -> Code:
     bias, sinks = backend.weight(floats(every * kept.width)), backend.weight(floats(18))
 
     def code(ops: Ops, step: StepInputs) -> dict[str, Any]:
-        q, k, values, gates, asked, weights = (ops.linear(step.hidden, matrix) for matrix in matrices)
+        q, k, values, gates, index_queries, weights = (ops.linear(step.hidden, matrix) for matrix in matrices)
         ops.store_kv(k, k, pools[0], spec)
         entries = ops.compress(values, gates, bias, pools[1], kept)
         ops.store_kv(entries, entries, pools[2], spec)
         if index:
             ops.store_index(entries, pools[3], picks)
-            ops.select_positions(asked, weights, pools[3], picks)
-        beside = pools[3] if index else None
-        return {"entries": entries, "y": ops.attend_compressed(q, pools[0], pools[2], spec, every, sinks, beside)}
+            ops.select_positions(index_queries, weights, pools[3], picks)
+        index_pool = pools[3] if index else None
+        return {"entries": entries, "y": ops.attend_compressed(q, pools[0], pools[2], spec, every, sinks, index_pool)}
 
     return code
 
 
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize(("every", "overlap", "index"), [(4, True, True), (4, False, False), (3, True, False)])
-def test_compressed_attention(every: int, overlap: bool, index: bool, first: int, cuda: Any) -> None:
+def test_compressed_attention_matches_reference(every: int, overlap: bool, index: bool, first: int, cuda: Any) -> None:
     """Windows are counted from the first position."""
     hidden = rng().standard_normal((24, 8)).astype(np.float32)
-    codes = [compressed(on, every, overlap=overlap, index=index) for on in (REFERENCE, cuda)]
+    codes = [compressed_attention_program(on, every, overlap=overlap, index=index) for on in (REFERENCE, cuda)]
     spans = [(0, 13), (0, 4)], [(13, 3), (4, 4)]
     plans = [plan_of([(first + start, n) for start, n in each], first_position=first) for each in spans]
     for plan in plans:
         rows = hidden[: plan.num_rows] if plan is plans[0] else hidden[17:]
-        wanted, made = (run(on, code, plan, rows) for on, code in zip((REFERENCE, cuda), codes, strict=True))
+        wanted, outputs = (run(on, code, plan, rows) for on, code in zip((REFERENCE, cuda), codes, strict=True))
         ends = (plan.positions + 1 - first) % every == 0
-        assert np.allclose(made["entries"][ends], wanted["entries"][ends], rtol=2e-4, atol=1e-5)
-        assert np.allclose(made["y"], wanted["y"], rtol=2e-4, atol=1e-5)
-    alone = only(plans[1], 2)
+        assert np.allclose(outputs["entries"][ends], wanted["entries"][ends], rtol=2e-4, atol=1e-5)
+        assert np.allclose(outputs["y"], wanted["y"], rtol=2e-4, atol=1e-5)
+    alone = single_row(plans[1], 2)
     alone.first_position = first
-    assert np.array_equal(run(cuda, codes[1], alone, hidden[19:20])["y"][0], made["y"][2])
+    assert np.array_equal(run(cuda, codes[1], alone, hidden[19:20])["y"][0], outputs["y"][2])
 
 
 STREAMS = {
@@ -255,11 +255,11 @@ STREAMS = {
 
 
 @pytest.mark.parametrize("name", STREAMS)
-def test_residual_streams(name: str, cuda: Any) -> None:
+def test_residual_streams_match_reference(name: str, cuda: Any) -> None:
     spec, count = STREAMS[name], STREAMS[name].count
     hidden = rng().standard_normal((ROWS, count * 7)).astype(np.float32)
 
-    def streaming(backend: Backend) -> Code:
+    def stream_program(backend: Backend) -> Code:
         mixes = backend.weight(floats(spec.num_mixes, count * 7), precise=True)
         base, scale = backend.weight(floats(spec.num_mixes)), backend.weight(floats(3))
         last = backend.weight(floats(count, count * 7), precise=True)
@@ -274,8 +274,8 @@ def test_residual_streams(name: str, cuda: Any) -> None:
         return code
 
     plan = plan_of([(0, ROWS)])
-    wanted, made = (run(on, streaming(on), plan, hidden) for on in (REFERENCE, cuda))
-    alone = run(cuda, streaming(cuda), only(plan, 8), hidden[8:9])
+    wanted, outputs = (run(on, stream_program(on), plan, hidden) for on in (REFERENCE, cuda))
+    alone = run(cuda, stream_program(cuda), single_row(plan, 8), hidden[8:9])
     for name, values in wanted.items():
-        assert np.allclose(made[name], values, rtol=2e-4, atol=1e-5), name
-        assert np.array_equal(alone[name][0], made[name][8]), name
+        assert np.allclose(outputs[name], values, rtol=2e-4, atol=1e-5), name
+        assert np.array_equal(alone[name][0], outputs[name][8]), name

@@ -1,5 +1,5 @@
-"""Recorded programs, draws and whole drafts of the cuda backend, on a device whose graphs run their work again. What
-must come out are the tokens and drafts of `reference`, which makes them step by step."""
+"""Recorded programs, samples and whole drafts of the cuda backend, on a device whose graphs rerun their work. Tokens
+and drafts must equal those of `reference`, which works step by step."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -54,10 +54,10 @@ def engine_of(model: Model, **settings: Any) -> Engine:
     return build_engine(model, EngineConfig(**wanted))
 
 
-def drafts_of(engine: Engine, max_tokens: int = 4, asked: Iterable[dict[str, Any]] = MIXED) -> list[Any]:
-    """Tokens and draft of every sequence after every step."""
+def drafts_of(engine: Engine, max_tokens: int = 4, params_of_requests: Iterable[dict[str, Any]] = MIXED) -> list[Any]:
+    """Tokens and draft of every running sequence after every step."""
     seen: list[Any] = []
-    for i, fields in enumerate(asked):
+    for i, fields in enumerate(params_of_requests):
         engine.submit(support.request(support.prompt_of(2 + 3 * i, i), name=str(i), max_tokens=max_tokens, **fields))
     while engine.has_work:
         engine.step(lambda deltas: None)
@@ -66,23 +66,22 @@ def drafts_of(engine: Engine, max_tokens: int = 4, asked: Iterable[dict[str, Any
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_whole_drafts_are_those_of_single_steps(head: str) -> None:
-    """A head again and again, over a part of the vocabulary; one module after the other, and the first again; modules
-    over the outputs of the one before; a block
-    in turn, with a confidence; a block at once. The host's edits in two of them."""
+def test_whole_drafts_equal_stepwise_drafts(head: str) -> None:
+    """Covers one module reused with a draft vocabulary, two modules in a cycle, a chain of modules, a block with
+    confidence, and a block in one pass; the host edits logits for penalties in most of them."""
     found, depth = [], 3 if head == "mtp, two modules" else 2
-    asked = [LIMITED] if head in ("mtp, two modules", "dflash") else MIXED
+    params_of_requests = [LIMITED] if head in ("mtp, two modules", "dflash") else MIXED
     for backend in ("reference", "cuda"):
         model = model_of(backend=backend)
-        made = HEADS[head](model)
-        engine = engine_of(replace(model, head=made), drafter=made.spec.kind, depth=depth)
-        found.append(drafts_of(engine, depth + 2, asked))
+        device_graphs = HEADS[head](model)
+        engine = engine_of(replace(model, head=device_graphs), drafter=device_graphs.spec.kind, depth=depth)
+        found.append(drafts_of(engine, depth + 2, params_of_requests))
     assert found[0] == found[1] and any(len(draft) == depth for step in found[1] for _, _, draft in step)
 
 
 @dataclass
-class Replaying:
-    """Makes a device of the interpreter's record work: a recording runs it again, into the same places."""
+class ReplayingGraphs:
+    """Makes devices whose recordings rerun the interpreter's work into the same buffers."""
 
     recorded: int = 0
     replayed: int = 0
@@ -109,7 +108,7 @@ class Replaying:
 
 
 @contextmanager
-def recorded(model: Model, device: Any) -> Iterator[None]:
+def recording_on(model: Model, device: Any) -> Iterator[None]:
     recorder: Any = model.backend.recorder
     known, recorder.device = recorder.device, device
     try:
@@ -123,46 +122,44 @@ def with_head(backend: str) -> Model:
     return replace(model, head=support.make_head(model))
 
 
-def test_recordings_serve_all_plans_of_a_shape() -> None:
-    """Recurrent states and draws included; most passes have the shape of one before."""
-    model, made = with_head("cuda"), Replaying()
-    with recorded(model, made.device()):
+def test_recordings_are_reused_for_plans_of_equal_shape() -> None:
+    """Recurrent states and sampling are part of the recordings; most passes have an earlier shape."""
+    model, device_graphs = with_head("cuda"), ReplayingGraphs()
+    with recording_on(model, device_graphs.device()):
         engine = engine_of(model, depth=1)
         found = drafts_of(engine, 6, [LIMITED])
     assert found == drafts_of(engine_of(with_head("reference"), depth=1), 6, [LIMITED])
     engine.memory.pool.check()
     trunk = [each for handle in engine.runner.trunk.programs.values() for each in handle.recordings.values()]
     assert len(trunk) > 1 and all(each.sampling for each in trunk), "what is drawn is recorded, too"
-    assert made.replayed >= 2 * made.recorded
+    assert device_graphs.replayed >= 2 * device_graphs.recorded
 
 
-def test_tables_that_grow_are_recorded_anew() -> None:
-    model, made = model_of(), Replaying()
-    with recorded(model, made.device()):
+def test_growing_tables_are_recorded_again() -> None:
+    model, device_graphs = model_of(), ReplayingGraphs()
+    with recording_on(model, device_graphs.device()):
         engine = engine_of(model, drafter="none")
         support.run(engine, [support.request([3, 4, 5], max_tokens=3)])
-        before = made.recorded
+        before = device_graphs.recorded
         model.backend.recorder.tables.cover(5000)
         support.run(engine, [support.request([3, 4, 6], max_tokens=3)])
-    assert made.recorded == 2 * before
+    assert device_graphs.recorded == 2 * before
 
 
-def test_memory_that_runs_out_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a device, of which torch says so."""
-
-    def full(*shape: Any, **about: Any) -> Any:
+def test_out_of_device_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raise_out_of_memory(*shape: Any, **about: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     model = model_of()
-    monkeypatch.setattr(torch, "zeros", full)
+    monkeypatch.setattr(torch, "zeros", raise_out_of_memory)
     monkeypatch.setattr(model.backend, "torch_device", torch.device("cuda"))
     with pytest.raises(ModelError, match="the GPU has no memory left for keys, values and states") as raised:
         engine_of(model, drafter="none")
     assert "--kv-blocks" in str(raised.value.hint)
 
 
-def test_blocks_fit_the_free_memory_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """80 % of it, for keys and values of all networks and hidden states."""
+def test_kv_blocks_fit_the_free_device_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """KV blocks use 80 % of the free memory, for keys and values of all networks and hidden states."""
     from headstart.engine import build as building
 
     model, free = model_of(), 200_000

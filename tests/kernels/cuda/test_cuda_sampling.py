@@ -1,4 +1,4 @@
-"""The cuda backend's sampler: noise, tokens and logprobs are those of `reference`, and so of `native`, bit for bit."""
+"""The cuda backend's sampler: noise, tokens and logprobs equal `reference` bit for bit, and so `native`."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ PARAMS: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 
 
-def numbers(seed: int, ties: bool) -> np.ndarray:
+def random_logits(seed: int, ties: bool) -> np.ndarray:
     made = np.random.default_rng(seed).standard_normal((len(PARAMS), WIDTH)).astype(np.float32) * 2
     return np.round(made) if ties else made
 
@@ -54,13 +54,13 @@ def rows_of(seed: int, allowed: np.ndarray | None = None) -> Any:
 @pytest.mark.parametrize(
     ("ties", "mapped", "masked"), [(False, False, False), (True, True, False), (True, False, True), (False, True, True)]
 )
-def test_tokens(ties: bool, mapped: bool, masked: bool, cuda: Any) -> None:
-    """All parameters, alone and together, over a whole vocabulary or a part of it: each pair of these three."""
+def test_tokens_match_reference(ties: bool, mapped: bool, masked: bool, cuda: Any) -> None:
+    """All sampling parameters, with pairs of ties, reduced vocabulary and mask."""
     rng = np.random.default_rng(3)
     ids = np.sort(rng.permutation(VOCAB)[:WIDTH]) if mapped else None
     tokens = None if ids is None else torch.from_numpy(ids)
     allowed = rng.integers(0, 2**32, (len(PARAMS), -(-VOCAB // 32)), dtype=np.uint32) if masked else None
-    logits, rows = torch.from_numpy(numbers(1, ties)), rows_of(100, allowed)
+    logits, rows = torch.from_numpy(random_logits(1, ties)), rows_of(100, allowed)
     size = VOCAB if mapped else WIDTH
     wanted = sample(logits, rows, tokens, size)
     found = cuda.sample(
@@ -69,8 +69,8 @@ def test_tokens(ties: bool, mapped: bool, masked: bool, cuda: Any) -> None:
     assert found.tokens.tolist() == wanted.tokens.tolist() and found.failures == wanted.failures
 
 
-def test_of_equal_logits_the_lowest_ids_stay(cuda: Any) -> None:
-    """One more or less would be drawn by some of these rows."""
+def test_cutoffs_keep_the_lowest_ids_of_equal_logits(cuda: Any) -> None:
+    """A cutoff one token off would change the samples of some rows."""
     limits = ({"top_k": 2}, {"top_p": 3.5 / 16}, {"top_k": 4, "top_p": 0.5})
     sequences = [sequence(seed=i, temperature=1.0, **limits[i % 3]) for i in range(30)]
     logits, rows = torch.zeros(30, 16), build_rows([entry(each) for each in sequences])
@@ -79,31 +79,31 @@ def test_of_equal_logits_the_lowest_ids_stay(cuda: Any) -> None:
     assert [max(found[i::3]) for i in range(3)] == [1, 3, 1]
 
 
-def test_rows_that_fail_do_so_alone(cuda: Any) -> None:
-    logits = torch.from_numpy(numbers(1, False))
+def test_failing_rows_do_not_affect_others(cuda: Any) -> None:
+    logits = torch.from_numpy(random_logits(1, False))
     logits[1], logits[3, 5], logits[5, 5] = -torch.inf, torch.nan, torch.inf
     found = cuda.sample(logits.to(cuda.torch_device), rows_of(5), vocab_size=WIDTH)
     assert found.failures == {1: NOTHING_LEFT, 3: NOT_FINITE, 5: NOT_FINITE}
     assert found.tokens.tolist() == sample(logits, rows_of(5), None, WIDTH).tokens.tolist()
 
 
-def test_what_was_drawn_since_counts(cuda: Any) -> None:
-    """Positions and penalties of the next tokens of a draft are those of rows that know of it."""
+def test_positions_and_penalties_include_drafted_tokens(cuda: Any) -> None:
+    """Sampling the next token of a draft on the device equals sampling with rows rebuilt on the host."""
     from headstart.kernels.cuda.sampling import DeviceSamplingRows
 
     sequences = [sequence(**{"seed": i, **each}) for i, each in enumerate(PARAMS)]
     drawn = torch.full((len(PARAMS), 3), -1, dtype=torch.int64, device=cuda.torch_device)
     known = DeviceSamplingRows.of(build_rows([entry(each) for each in sequences]), cuda.torch_device)
     for number in range(3):
-        logits = torch.from_numpy(numbers(number, True))
+        logits = torch.from_numpy(random_logits(number, True))
         prefixes = drawn[:, :number].tolist()
         cuda.sampler.draw(logits.to(cuda.torch_device), known, None, drawn, number)
         rows = build_rows([entry(each, prefix) for each, prefix in zip(sequences, prefixes, strict=True)])
         assert drawn[:, number].tolist() == sample(logits, rows, None, WIDTH).tokens.tolist()
 
 
-def test_logprobs(cuda: Any) -> None:
-    logits, tokens = torch.from_numpy(numbers(2, False)), np.arange(len(PARAMS)) * 7
+def test_logprobs_match_reference(cuda: Any) -> None:
+    logits, tokens = torch.from_numpy(random_logits(2, False)), np.arange(len(PARAMS)) * 7
     wanted = [each.logprob for each in reference_logprobs(logits, tokens, np.zeros(len(tokens), np.int64))]
     found = torch.zeros(len(tokens), 2, device=cuda.torch_device)
     drawn = torch.from_numpy(np.stack((tokens + 1, tokens), axis=1)).to(cuda.torch_device)
@@ -113,8 +113,8 @@ def test_logprobs(cuda: Any) -> None:
     assert found.tolist() == wanted
 
 
-def test_noise(cuda: Any) -> None:
-    """Its very bits, also of large ids and positions."""
+def test_noise_equals_numpy(cuda: Any) -> None:
+    """Bit for bit, for large ids and positions as well."""
     ids = np.r_[np.arange(200), np.arange(200_000, 200_056)]
     for seed, position, choice in ((0, 0, 0), (2**64 - 3, 70_000, 3), (123456789012345, 5, 1)):
         at = np.array([seed, position, choice], np.uint64).view(np.int64)

@@ -1,4 +1,4 @@
-"""What indexers of the cuda backend select, against `reference`, and one row against many, bit for bit."""
+"""Selections of indexers on the cuda backend: compared with `reference`, and row-invariant bit for bit."""
 
 from dataclasses import replace
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cuda_ops import REFERENCE, Code, floats, only, plan_of, rng, run
+from cuda_ops import REFERENCE, Code, floats, plan_of, rng, run, single_row
 
 from headstart.core import StepPlan
 from headstart.kernels.ops import AttentionSpec, Ops, StepInputs
@@ -24,10 +24,10 @@ SELECTIONS = {
 }
 
 
-def selecting(on: Any, spec: IndexSpec, plan: StepPlan, *, blocks: bool) -> Code:
-    """Attention to selected positions, over keys and values that were there before; one key of the indexer is NaN."""
+def selection_program(on: Any, spec: IndexSpec, plan: StepPlan, *, blocks: bool) -> Code:
+    """A program with attention to selected positions over earlier keys and values; one key of the indexer is NaN."""
     sizes = (4 * 8, spec.num_heads * 8, spec.num_heads * 8, spec.num_heads)
-    q, asked, others, shares = (on.weight(floats(size, WIDTH), precise=True) for size in sizes)
+    q, index_queries, others, shares = (on.weight(floats(size, WIDTH), precise=True) for size in sizes)
     pools = [on.kv_pool(SLOTS, each) for each in (SPEC, spec)]
     stored = (pools[0].keys, pools[0].values, pools[1].keys)
     for kept in stored:
@@ -35,7 +35,7 @@ def selecting(on: Any, spec: IndexSpec, plan: StepPlan, *, blocks: bool) -> Code
     pools[1].keys[plan.block_tables[0][2] * plan.block_size + 1] = torch.nan
 
     def code(ops: Ops, step: StepInputs) -> dict[str, Any]:
-        queries, weights = ops.linear(step.hidden, asked), ops.linear(step.hidden, shares)
+        queries, weights = ops.linear(step.hidden, index_queries), ops.linear(step.hidden, shares)
         if blocks:
             ops.select_blocks(queries, pools[1], spec)
         else:
@@ -50,13 +50,13 @@ def selecting(on: Any, spec: IndexSpec, plan: StepPlan, *, blocks: bool) -> Code
 
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("name", SELECTIONS)
-def test_selections(name: str, first: int, cuda: Any) -> None:
-    """Rows of two sequences: with more windows than can be selected, and with hardly any; positions from 0 and 1 on."""
+def test_selections_match_reference(name: str, first: int, cuda: Any) -> None:
+    """Two sequences, one with more windows than can be selected and one with few; positions start at 0 or 1."""
     spec, plan = SELECTIONS[name], plan_of([(33, 5), (2, 4)], first_position=first)
     hidden = rng().standard_normal((plan.num_rows, WIDTH)).astype(np.float32)
-    codes = [selecting(on, spec, plan, blocks=name == "blocks") for on in (REFERENCE, cuda)]
-    wanted, made = (run(on, code, plan, hidden)["y"] for on, code in zip((REFERENCE, cuda), codes, strict=True))
-    assert np.allclose(made, wanted, rtol=2e-4, atol=1e-5)
-    alone = only(plan, 3)
+    codes = [selection_program(on, spec, plan, blocks=name == "blocks") for on in (REFERENCE, cuda)]
+    wanted, outputs = (run(on, code, plan, hidden)["y"] for on, code in zip((REFERENCE, cuda), codes, strict=True))
+    assert np.allclose(outputs, wanted, rtol=2e-4, atol=1e-5)
+    alone = single_row(plan, 3)
     alone.first_position = first
-    assert np.array_equal(run(cuda, codes[1], alone, hidden[3:4])["y"][0], made[3])
+    assert np.array_equal(run(cuda, codes[1], alone, hidden[3:4])["y"][0], outputs[3])
