@@ -11,6 +11,7 @@ Kinds and their values:
 
 import json
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
@@ -40,6 +41,7 @@ _LOOK_AROUND = re.compile(r"\(\?<?[=!]")
 _IN_REGEX = {ord(mark): f"\\{mark}" for mark in r"\.+*?()|[]{}^$#&-~/"} | {
     control: f"\\x{{{control:x}}}" for control in (*range(32), *range(127, 160), 0x2028, 0x2029)
 }
+_GBNF_ESCAPE = re.compile(r"(?<!\\)((?:\\\\)*)\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8}))")
 _QUOTED = re.compile(r"\s*(\d+ \||\^+\s*$)")
 _POSITION = re.compile(r"^at \d+\(\d+\): (failed to compile JSON schema: )?")
 _ONE_OF = (
@@ -146,10 +148,18 @@ def _grammar(value: Any) -> str:
 
     text = _text(value, "the grammar")
     try:
-        return grammar_from("grammar", text)
+        return grammar_from("grammar", _GBNF_ESCAPE.sub(_plain_escape, text) if "::=" in text else text)
     except ValueError as error:
         hint = "give a Lark grammar with a rule `start: ...`, or GBNF with a rule `root ::= ...`"
         raise UsageError(f"the grammar is not valid: {one_line(str(error))}", hint) from error
+
+
+def _plain_escape(escape: re.Match[str]) -> str:
+    r"""The character of a GBNF escape \uXXXX or \UXXXXXXXX, of which llguidance's conversion drops leading zeros."""
+    number = int(escape[2] or escape[3], 16)
+    if 0xD800 <= number < 0xE000 or number > sys.maxunicode:
+        raise UsageError(f"the grammar holds {escape[0]}, which is no character")
+    return escape[1] + (f"\\x{number:02x}" if number < 0xA0 else chr(number))
 
 
 def _tools(value: Any, special: Mapping[str, int]) -> str:

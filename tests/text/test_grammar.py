@@ -78,6 +78,18 @@ def start(spec: GrammarSpec, name: str = "tiny") -> GrammarState:
     return compiler(name).compile(spec)
 
 
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [
+        (r"[\u03b1-\u03c9]+", "αω"), (r'"\u00e9\u0022\u005c\u0041\u0000"', 'é"\\A\0'), (r"[\u005b-\u005d]", "]"),
+        (r"[\U0001F600-\U0001F64F]", "😀"), (r'"\\u00e9"', r"\u00e9"), (r'"\U00000041\n"', "A\n"),
+    ],
+)  # fmt: skip
+def test_escapes_of_gbnf(rule: str, text: str) -> None:
+    state = start(GrammarSpec("grammar", f"root ::= {rule}"))
+    assert all(state.advance(token) for token in tiny().encode(text)) and state.accepting
+
+
 @cache
 def closing_ids(name: str) -> frozenset[int]:
     tokenizer = compiler(name)._tokenizer
