@@ -499,6 +499,7 @@ class TokenLogprob:
 
 NOTHING_LEFT = "no token is left to choose: logit_bias, min_tokens or the allowed-token mask ban all"
 NOT_FINITE = "the logits hold NaN or infinity"  # values of `Sampled.failures`
+NOT_FINITE_HINT = "are the weights whole? compare them with those that they were made from"
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Self
 
-from headstart.core import NOT_FINITE, Delta, DraftStats, FinishReason, Request, Sequence, TokenLogprob
+from headstart.core import NOT_FINITE, NOT_FINITE_HINT, Delta, DraftStats, FinishReason, Request, Sequence, TokenLogprob
 from headstart.engine.shared import Inbox, SharedEngine
 from headstart.errors import DeadEndError, GenerationError
 from headstart.text.detokenizer import TextOutput
@@ -48,9 +48,9 @@ class Choice:
         """The result of a text that has ended. Raises GenerationError if the text broke off."""
         assert self.sequence is not None and self.finish_reason is not None, "the choice still runs"
         if self.finish_reason == "error":
-            kind = GenerationError if self.error == NOT_FINITE else DeadEndError
             count = f"{len(self.tokens)} token{'' if len(self.tokens) == 1 else 's'}"
-            raise kind(f"the text broke off after {count}: {self.error}")
+            what = f"the text broke off after {count}: {self.error}"
+            raise GenerationError(what, NOT_FINITE_HINT) if self.error == NOT_FINITE else DeadEndError(what)
         first, last = (self.arrivals[0], self.arrivals[-1]) if self.arrivals else (self.started, self.started)
         return Completion(
             index=self.sequence.choice,

@@ -19,10 +19,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from headstart.core import StepPlan
+from headstart.core import NOT_FINITE_HINT, StepPlan
 from headstart.engine.adapters import fit_to_program, lora_tables
 from headstart.engine.load import Model
 from headstart.engine.runner import whole_sequences_plan
+from headstart.errors import ModelError
 from headstart.formats.adapter import AdapterFile
 from headstart.kernels.ops import Program
 from headstart.layers.decoder import Decoder
@@ -225,7 +226,10 @@ class FeatureCache:
             yield sum(len(example) for example in group)
 
     def add(self, examples: Seq[Example], features: Seq[Features]) -> None:
-        """Write the features of examples as one shard."""
+        """Write the features of examples as one shard. Raises ModelError for hidden states that are not finite."""
+        hidden = torch.cat([part.hidden for part in features]).to(torch.bfloat16)
+        if not hidden.isfinite().all():
+            raise ModelError("the model's hidden states hold NaN or infinity", NOT_FINITE_HINT)
         index, first = {}, 0
         for example in examples:
             index[example.key] = (first, len(example))
@@ -234,7 +238,6 @@ class FeatureCache:
         name = "shard-" + hashlib.sha256("".join(index).encode()).hexdigest()[:16]
         aside = Path(tempfile.mkdtemp(prefix="writing-", dir=self.folder))
         try:
-            hidden = torch.cat([part.hidden for part in features]).to(torch.bfloat16)
             (aside / "hidden.bin").write_bytes(hidden.view(torch.int16).numpy().tobytes())
             np.save(aside / "best.npy", torch.cat([part.best for part in features]).int().numpy())
             (aside / "index.json").write_text(json.dumps(index))

@@ -18,7 +18,7 @@ from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.core import SamplingParams
 from headstart.engine.load import load_model
-from headstart.errors import CapacityError, ModelError, UsageError
+from headstart.errors import CapacityError, GenerationError, ModelError, UsageError, status_of
 from headstart.formats.base import make_tensor
 from headstart.heads.base import DraftStep, HeadNetwork, HeadSpec
 from headstart.heads.files import read_head, write_head
@@ -427,6 +427,18 @@ def test_damaged_cache_is_rebuilt_and_damaged_checkpoint_is_refused(tmp_path: Pa
         with pytest.raises(ModelError, match=r"checkpoint\.pt cannot be read: .* .hint: train with --restart"):
             run(replace(options, tokens=4_000))
     assert run(replace(options, resume=False)).data["tokens"] >= 2_000
+
+
+def test_weights_that_are_no_numbers_are_named(tmp_path: Path) -> None:
+    config, arrays = support.family_of("llama").tiny()
+    arrays["model.layers.1.mlp.up_proj.weight"] = np.full_like(arrays["model.layers.1.mlp.up_proj.weight"], np.nan)
+    model = str(write_model(tmp_path / "m", config, arrays))
+    with pytest.raises(GenerationError, match=r"NaN or infinity \(hint: are the weights whole") as broken:
+        LLM(model, EngineConfig(threads=1)).generate(["the"])
+    assert status_of(broken.value).exit_code == 3
+    options = TrainOptions(model=model, out=tmp_path / "h", data=(write_texts(tmp_path / "t.jsonl"),), tokens=1_000)
+    with pytest.raises(ModelError, match="hidden states hold NaN or infinity"):
+        run(options)
 
 
 def test_feature_cache_is_filled_once_and_leaves_no_temporary_files(tmp_path: Path) -> None:

@@ -72,7 +72,8 @@ class Endpoint:
                 raise UsageError(str(lost), "see the server's log") from None
             except EndpointRefused as refused:
                 if not self._adapt(refused):
-                    raise UsageError(f"{self.server}{self.path} {refused}", "--model and --api-key?") from None
+                    hint = "--model and --api-key?" if refused.status < 500 else "see the server's log"
+                    raise UsageError(f"{self.server}{self.path} {refused}", hint) from None
 
     def _adapt(self, refused: EndpointRefused) -> bool:
         """Changes length field, optional fields or path after a refusal. Returns False if nothing is left to try."""
