@@ -1,4 +1,4 @@
-"""Costs of every family: weights, cache and states of a plan are those of the family's tensors and of the engine."""
+"""Costs of every family: weights, cache and states of a plan equal the family's tensors and the engine's pools."""
 
 import math
 
@@ -17,8 +17,8 @@ FLOAT_BYTES = 4
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_a_plan_counts_the_familys_tensors(family: str) -> None:
-    """All weights of the tiny model, its MTP modules included."""
+def test_plan_counts_the_tensors_of_the_family(family: str) -> None:
+    """Covers all weights of the tiny model, including its MTP modules."""
     config = family_of(family).tiny_config()
     sizes, shape = family_of(family).read(config), shape_of("tiny", config)
     assert not shape.notes
@@ -33,8 +33,8 @@ def test_a_plan_counts_the_familys_tensors(family: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_a_plan_counts_the_engines_cache(family: str) -> None:
-    """Bytes of a position and of the states of a sequence, in a float32 cache of the engine."""
+def test_plan_counts_the_cache_of_the_engine(family: str) -> None:
+    """Bytes of a position and of a sequence's states in a float32 cache."""
     model = tiny_model(family, dtype="float32")
     specs, states = model.decoder.kv_specs, model.decoder.state_specs
     costs = [cost.mixer for cost in model.config.cost().layers]
@@ -42,7 +42,7 @@ def test_a_plan_counts_the_engines_cache(family: str) -> None:
     assert sum(cost.pool_width for cost in costs) * FLOAT_BYTES == per_position
     state_bytes = sum(model.backend.state_bytes(spec) for spec in states)
     assert sum(cost.state for cost in costs) * FLOAT_BYTES == state_bytes
-    if not any(isinstance(spec, CompressSpec) for spec in specs):  # a plan keeps one entry for several positions
+    if not any(isinstance(spec, CompressSpec) for spec in specs):  # a plan counts one entry for several positions
         trunk = sum(cost.cached(1) * FLOAT_BYTES + cost.state * FLOAT_BYTES for cost in costs)
         assert trunk == per_position + state_bytes
         sized = SizedModel(shape=shape_of("tiny", family_of(family).tiny_config()), kv=4)
@@ -62,13 +62,13 @@ def test_attention_work_grows_with_the_context(family: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("card", CARD_NAMES)
-def test_a_card_is_read_by_its_family(card: str) -> None:
-    """Without a look at the common keys, and with the sum of its family's tensors."""
+def test_model_card_is_read_by_its_family(card: str) -> None:
+    """The family reads the config without the generic reader, and the plan counts all tensors of the family."""
     family, sizes, note = read_any(CARDS[card]["config"])
     assert family is known_family(CARDS[card]["config"]["model_type"]) and not note and not family.unsupported
     parameters = shape_of(card, CARDS[card]["config"]).parameters()
-    promised = family.head_of(sizes) is not None
-    total = sum(count for part, count in parameters.items() if promised or part != "head")
+    has_head = family.head_of(sizes) is not None
+    total = sum(count for part, count in parameters.items() if has_head or part != "head")
     assert total == sum(math.prod(shape) for shape in family.shapes(sizes).values())
 
 
@@ -91,8 +91,8 @@ OWN = {
 
 
 @pytest.mark.parametrize("name", DESCRIBED)
-def test_a_described_family_has_costs(name: str) -> None:
-    """Also one that the engine does not run: a plan counts its layers and says what it does not know."""
+def test_described_family_has_costs(name: str) -> None:
+    """Holds for families that the engine does not run."""
     family, sizes, note = read_any({**COMMON, **OWN.get(name, {}), "model_type": name})
     assert family is DESCRIBED[name] and family.unsupported and not note
     assert sizes.num_layers == 8
@@ -104,6 +104,6 @@ def test_a_described_family_has_costs(name: str) -> None:
     assert len(kinds) == (2 if name in mixed else 1)
 
 
-def test_every_name_means_one_family() -> None:
+def test_model_types_are_unique() -> None:
     names = [name for family, each in all_families().items() for name in (family, *each.aliases)]
     assert len(names) == len({*names})

@@ -1,4 +1,4 @@
-"""Gemma in the forms that people have it in: the text part of a wrapper, GGUF files; what is not served is named."""
+"""Gemma in published forms: the text part of multimodal checkpoints, GGUF files, refused configs."""
 
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,11 @@ Tiny = tuple[dict[str, Any], Arrays]
 
 @pytest.fixture
 def tiny(request: pytest.FixtureRequest) -> Tiny:
-    said = {"gemma3": {"query_pre_attn_scalar": 16, "sliding_window_pattern": 6}, "gemma4": {"rope_theta": 1e6}}
-    return family_of(request.param).tiny(**said.get(request.param, {}))  # as GGUF files say it
+    changes_of_family = {
+        "gemma3": {"query_pre_attn_scalar": 16, "sliding_window_pattern": 6},
+        "gemma4": {"rope_theta": 1e6},
+    }
+    return family_of(request.param).tiny(**changes_of_family.get(request.param, {}))  # values that GGUF files give
 
 
 def logprobs(model: Model) -> list[float]:
@@ -32,8 +35,8 @@ def logprobs(model: Model) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tiny", (*FAMILIES, "gemma3n"), indirect=True)
-def test_the_text_part_of_a_wrapper(tiny: Tiny, tmp_path: Path) -> None:
-    """Names of older and newer transformers; towers of images and sounds are left out."""
+def test_text_part_of_multimodal_checkpoints(tiny: Tiny, tmp_path: Path) -> None:
+    """Tensor names of older and newer transformers; image and audio towers are skipped."""
     config, arrays = tiny
     outside = {key: config[key] for key in ("architectures", "tie_word_embeddings", "eos_token_id")}
     wrapper = {
@@ -46,20 +49,20 @@ def test_the_text_part_of_a_wrapper(tiny: Tiny, tmp_path: Path) -> None:
         named["vision_tower.x.weight"] = named["model.multi_modal_projector.y"] = np.ones(8, np.float32)
         found = model_at(write_model(tmp_path / str(number), wrapper, named))
         assert found.config == expected.config
-        # torch's products differ in their last bits by where the weights lie
+        # torch's products differ in the last bits with the alignment of weights
         np.testing.assert_allclose(logprobs(found), logprobs(expected), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("tiny", FAMILIES, indirect=True)
-def test_llama_cpp_files(tiny: Tiny, tmp_path: Path) -> None:
-    """Folded norms, names, and what such files do not say."""
+def test_gguf_files_of_llama_cpp(tiny: Tiny, tmp_path: Path) -> None:
+    """Covers folded norms, tensor names, and values missing in such files."""
     plain = model_at(write_model(tmp_path / "plain", *tiny))
     found = model_at(write_gguf(tmp_path / "model.gguf", *tiny))
     np.testing.assert_allclose(logprobs(found), logprobs(plain), atol=2e-5)
 
 
-def test_layers_that_share_keys_name_the_last_one_of_their_kind() -> None:
-    """E2B's sizes: 20 of 35 layers; what such layers have of keys in files is left out, as it is in transformers."""
+def test_shared_kv_layers_read_the_last_layer_of_their_kind() -> None:
+    """Sizes of E2B: 20 of 35 layers share keys. Key tensors of such layers are ignored, as in transformers."""
     kinds = ["sliding_attention"] * 4 + ["full_attention"]
     sizes = family_of("gemma4").read(
         {"model_type": "gemma4_text", "num_hidden_layers": 35, "layer_types": kinds * 7, "num_kv_shared_layers": 20,
@@ -72,13 +75,13 @@ def test_layers_that_share_keys_name_the_last_one_of_their_kind() -> None:
         family_of("gemma4").tiny(num_kv_shared_layers=1)
 
 
-def test_the_assistant_is_refused_by_name() -> None:
+def test_assistant_is_not_a_model() -> None:
     with pytest.raises(ModelError, match="gemma4_assistant is no model by itself"):
         family_named("gemma4_assistant")
 
 
-def test_scores_of_27b_in_gguf_files() -> None:
-    """The one model whose scores are not scaled by the width of a head (llama.cpp knows it by its layers)."""
+def test_score_scale_of_27b_in_gguf_files() -> None:
+    """Only this model does not scale scores by head width; llama.cpp identifies it by its number of layers."""
     sizes = {
         "model_type": "gemma3", "hidden_size": 5376, "num_attention_heads": 32, "head_dim": 128, "vocab_size": 9,
         "query_pre_attn_scalar": 0, "intermediate_size": 9,
@@ -94,7 +97,7 @@ def test_scores_of_27b_in_gguf_files() -> None:
     ({"rope_parameters": {"rope_type": "linear"}}, "must have a rope for each kind of layer"),
     ({"layer_types": ["chunked_attention"] * 3}, "layer type 'chunked_attention' is not supported"),
 ])  # fmt: skip
-def test_what_is_not_served_is_named(changes: dict[str, Any], said: str) -> None:
+def test_unsupported_configs_are_refused_by_name(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelError, match=said):
         family_of("gemma3").tiny(**changes)
 
@@ -106,6 +109,6 @@ def test_what_is_not_served_is_named(changes: dict[str, Any], said: str) -> None
     ({"intermediate_size": [80, 80]}, "intermediate_size has widths of 2 layers, not of layer 2"),
     ({"num_kv_shared_layers": 4}, "no full_attention layer is left whose keys layer 1 could read"),
 ])  # fmt: skip
-def test_sizes_of_gemma_3n_that_do_not_fit(changes: dict[str, Any], said: str) -> None:
+def test_invalid_sizes_of_gemma_3n_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelError, match=said):
         family_of("gemma3n").tiny(**changes)

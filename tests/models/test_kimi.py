@@ -1,4 +1,4 @@
-"""Kimi-K2 as DeepSeek-V3's layers under its own names; of Kimi-K2.5 the text part."""
+"""Kimi-K2: DeepSeek-V3's layers under other names, and the text part of Kimi-K2.5."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from headstart.models.small import Arrays
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_kimi_has_the_layers_of_deepseek(wrapped: bool, tmp_path: Path) -> None:
+def test_kimi_equals_deepseek_v3(wrapped: bool, tmp_path: Path) -> None:
     config, arrays = family_of("deepseek_v3").tiny(num_nextn_predict_layers=0)
     plain = model_at(write_model(tmp_path / "plain", config, arrays))
     kimi = {**config, "model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}

@@ -1,4 +1,4 @@
-"""The block of a family's MTP module against transformers' own layer: names and shapes of attention, MLP and norms."""
+"""Blocks of MTP modules compared with transformers' layers: names and shapes of attention, MLP and norms."""
 
 import importlib
 import re
@@ -15,12 +15,12 @@ from headstart.models.base import Family
 from headstart.models.expected import Outline
 
 CASES = {name: row.mtp_block for name, row in ROWS.items() if row.mtp_block is not None}
-CHANGES = {"step3p5": {"moe_layers_enum": "2"}}  # layer 1 is dense, as the module's block
+CHANGES = {"step3p5": {"moe_layers_enum": "2"}}  # layer 1 is dense, like the module's block
 Shapes = dict[str, tuple[int, ...]]
 
 
 @pytest.mark.parametrize("key", CASES)
-def test_blocks_are_those_of_transformers(key: str) -> None:
+def test_blocks_match_transformers(key: str) -> None:
     family = family_of(key)
     values = {k: v for k, v in family.tiny_config().items() if v is not None} | CHANGES.get(key, {})
     config = CONFIG_MAPPING[ROWS[key].trunk or key]().get_text_config().from_dict(values)
@@ -36,7 +36,7 @@ def test_blocks_are_those_of_transformers(key: str) -> None:
 
 
 def block_of(family: Family) -> Shapes:
-    """Shapes of the first module's block."""
+    """Shapes of the block of the first module."""
     sizes = family.read(family.tiny_config())
     head = family.head_of(sizes)
     shapes = head_kind(head.kind).shapes(head, sizes.hidden_size)
@@ -45,11 +45,11 @@ def block_of(family: Family) -> Shapes:
 
 
 def canonical(family: Family, shapes: Shapes) -> Shapes:
-    """A layer's tensors by their canonical names after its prefix, experts apart."""
+    """Tensors of a layer by canonical name without prefix, with separate experts."""
     found: Shapes = {}
     for full, shape in shapes.items():
         name = re.sub(r"^(layers\.\d+|mtp\.0\.block)\.", "", str(family.names.canonical(full)))
-        name = name.replace("mlp.e_score_", "mlp.gate.e_score_")  # transformers' own name of Hunyuan's expert_bias
+        name = name.replace("mlp.e_score_", "mlp.gate.e_score_")  # transformers' name of Hunyuan's expert_bias
         if name.endswith("experts.gate_up_proj"):
             half = (shape[1] // 2, shape[2])
             at = name.removesuffix("gate_up_proj")

@@ -1,4 +1,4 @@
-"""Tensor names by one table, there and back."""
+"""Tensor names mapped to canonical names and back by one table."""
 
 import re
 
@@ -25,16 +25,16 @@ BACK = {
     "layers.3.mlp.up_proj.weight": "model.layers.3.ff.up_proj.weight", "norm.weight": "model.norm.weight",
     "lm_head.weight": "lm_head.weight", "mtp.2.block.mlp.gate.weight": "model.extra.2.ff.gate.weight",
     "mtp.0.norm.weight": "model.extra_norm.weight",
-    "mtp.1.norm.weight": "model.extra_norm.weight",  # all modules share it
+    "mtp.1.norm.weight": "model.extra_norm.weight",  # shared by all modules
 }  # fmt: skip
 
 
-def test_the_longest_beginning_holds() -> None:
+def test_longest_prefix_is_mapped() -> None:
     assert {name: TABLE.canonical(name) for name in THERE} == THERE
     assert {name: TABLE.theirs(name) for name in BACK} == BACK and TABLE.of_modules and not Names().of_modules
 
 
-def test_modules_behind_the_trunk() -> None:
+def test_trailing_mtp_modules_are_renamed() -> None:
     names = {
         "layers.4.mlp.up_proj.weight": "layers.4.mlp.up_proj.weight",
         "layers.5.enorm.weight": "mtp.0.norm_embedding.weight",
@@ -47,8 +47,8 @@ def test_modules_behind_the_trunk() -> None:
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_a_tiny_model_has_every_name_of_the_family(family: str) -> None:
-    """But for what a family joins or keeps otherwise, written names lead back to the shapes they were made from."""
+def test_tiny_model_has_all_tensors_of_the_family(family: str) -> None:
+    """Written names map back to the family's shapes, except for tensors that the family joins or converts."""
     found = family_of(family)
     config, arrays = found.tiny()
     sizes = found.read(config)
@@ -56,5 +56,5 @@ def test_a_tiny_model_has_every_name_of_the_family(family: str) -> None:
     assert None not in names.values()
     tensors = as_tensors({new: arrays[name] for name, new in names.items() if new})
     adapted = found.adapt(tensors, sizes, False) if found.adapt else tensors
-    strange = set(trailing_modules(adapted, sizes.num_layers)) ^ set(found.shapes(sizes))
-    assert not strange if not found.restore else all(JOINED.search(n) for n in strange), strange
+    differences = set(trailing_modules(adapted, sizes.num_layers)) ^ set(found.shapes(sizes))
+    assert not differences if not found.restore else all(JOINED.search(n) for n in differences), differences

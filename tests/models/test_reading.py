@@ -1,4 +1,4 @@
-"""Configs: whatever a key says, it is read, known to change nothing, or refused by name."""
+"""Reading configs: each key is read, known to have no effect, or refused by name."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ GARBAGE: tuple[Any, ...] = (
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_whatever_a_key_says_the_answer_is_ours(family: str) -> None:
+def test_invalid_values_raise_model_errors_only(family: str) -> None:
     found = family_of(family)
     config, _ = found.tiny()
     for key in {*config, *found.defaults, *KEYS}:
@@ -41,25 +41,25 @@ def test_whatever_a_key_says_the_answer_is_ours(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_an_unknown_key_is_named_with_its_value(family: str) -> None:
+def test_unknown_keys_are_named_with_their_values(family: str) -> None:
     found = family_of(family)
     config, _ = found.tiny()
     with pytest.raises(ModelError, match=r"a\.json: qk_clip is 3, new_thing is 'x', which are not known for") as error:
         found.read({**config, "qk_clip": 3, "new_thing": "x", "nothing": None, "_private": 1}, "a.json")
     assert "remove it" in error.value.hint
     found.read({**config, "qk_clip": 3}, strict=False)
-    read = {"text_config", "mtp_recycle", "model_type", "eos_token_id"}  # the last by memories of n-grams
+    read = {"text_config", "mtp_recycle", "model_type", "eos_token_id"}  # eos_token_id is read by n-gram memories
     found.read({**config, **dict.fromkeys(HARMLESS.keys() - read, "x")})
     neutral = {key: values[0] for key, values in NEUTRAL.items()} | dict.fromkeys(count_keys(), 0)
     found.read({**neutral, **config})
 
 
-def test_reasons_are_given() -> None:
+def test_ignored_keys_have_reasons() -> None:
     for family in ALL_FAMILIES:
         assert all({**HARMLESS, **family_of(family).harmless}.values()), family
 
 
-def test_a_text_config_is_read_inside_and_outside() -> None:
+def test_nested_text_config_equals_a_plain_config() -> None:
     found = family_of("qwen3_5")
     config, _ = found.tiny()
     wrapper = {"model_type": "qwen3_5", "text_config": config, "vision_config": {"depth": 1}, "image_token_id": 3}
@@ -70,7 +70,7 @@ def test_a_text_config_is_read_inside_and_outside() -> None:
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "mimo"])
-def test_windows_are_those_of_the_layers_that_have_one(family: str) -> None:
+def test_sliding_windows_apply_to_selected_layers(family: str) -> None:
     found = family_of(family)
     config, _ = found.tiny(use_sliding_window=True, sliding_window=7)
 
@@ -84,7 +84,7 @@ def test_windows_are_those_of_the_layers_that_have_one(family: str) -> None:
     assert windows(max_window_layers=0, use_sliding_window=False) == [0, 0, 0]
 
 
-def test_the_context_ends_where_the_frequencies_would_change() -> None:
+def test_longrope_limits_the_context_length() -> None:
     found, factors = family_of("llama"), [1.0 + i for i in range(4)]
     rope = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "factor": 8.0}
     config, _ = found.tiny(max_position_embeddings=512)

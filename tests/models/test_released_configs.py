@@ -1,4 +1,4 @@
-"""Keys of released config.json files, of each family: they run, or one line names what is missing."""
+"""Configs with the keys of released models of each family: they run, or one line names the missing feature."""
 
 from pathlib import Path
 from typing import Any
@@ -155,7 +155,7 @@ RUN: dict[str, dict[str, Any]] = {
         "swiglu_limits": [0.0] * 30 + [7, 7, 0.0, 0.0, 0.0], "swiglu_limits_shared": [0.0] * 31 + [16, 0.0, 0.0, 0.0],
         "use_mfa": False, "use_moe": True, "use_moe_router_bias": True, "use_qk_norm": True, "use_rope_layers": [],
         "yarn_only_types": ["full_attention"], "zero_centered": True},
-    "stepfun-ai/Step-5-Preview": {  # as StepFun's configuration class has it
+    "stepfun-ai/Step-5-Preview": {  # from StepFun's configuration class
         "att_impl_type": "GQA", "attention_bias": False, "fp32_residual_connection": True, "head_dim": 192,
         "hidden_size": 4096, "intermediate_size": 13824, "max_position_embeddings": 524288, "model_type": "step5",
         "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 23 + ["sliding_attention"] * 3,
@@ -566,13 +566,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-def verdict(config: dict[str, Any]) -> dict[str, Any]:
+def result_of(config: dict[str, Any]) -> dict[str, Any]:
     return runs_here(Checkpoint(Path("model"), "safetensors", config, {}, canonical_names=False))
 
 
 @pytest.mark.parametrize("name", RUN)
-def test_they_run(name: str) -> None:
-    found = verdict(RUN[name])
+def test_released_configs_run(name: str) -> None:
+    found = result_of(RUN[name])
     assert bool(found.pop("vision", None)) == ("vision_config" in RUN[name])
     assert found.pop("max_length") > 0
     assert found == {"runs": True, "why": "", "fix": "", "widened": None}
@@ -584,7 +584,7 @@ def test_they_run(name: str) -> None:
      ("XiaomiMiMo/MiMo-V2-Flash", True), ("Qwen/Qwen3-30B-A3B", False), ("XiaomiMiMo/MiMo-7B-RL", False),
      ("deepseek-ai/DeepSeek-R1-Distill-Qwen-7B", False), ("HuggingFaceTB/SmolLM3-3B", False)],
 )  # fmt: skip
-def test_windows_are_read_where_they_are_used(name: str, has_window: bool) -> None:
+def test_unused_windows_are_ignored(name: str, has_window: bool) -> None:
     config = RUN[name]
     sizes = family_named(config["model_type"]).read(config)
     assert sizes.num_layers == {**config, **config.get("text_config", {})}["num_hidden_layers"]
@@ -592,8 +592,8 @@ def test_windows_are_read_where_they_are_used(name: str, has_window: bool) -> No
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_one_line_names_what_is_missing(name: str) -> None:
-    config, said = REFUSED[name]
-    found = verdict(config)
-    assert not found["runs"] and said in found["why"] and "\n" not in found["why"]
+def test_missing_features_are_named_in_one_line(name: str) -> None:
+    config, reason = REFUSED[name]
+    found = result_of(config)
+    assert not found["runs"] and reason in found["why"] and "\n" not in found["why"]
     assert (config["model_type"] in DESCRIBED) == ("headstart launch" in found["fix"])

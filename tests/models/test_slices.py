@@ -1,4 +1,5 @@
-"""`--slice`: a small model, planted in the first channels, heads and experts of a random one, comes out bit by bit."""
+"""`--slice`: a small model embedded in the first channels, heads and experts of a random model is extracted bit for
+bit."""
 
 import json
 from pathlib import Path
@@ -41,7 +42,9 @@ PARTS: dict[str, tuple[list[tuple[tuple[int, ...], tuple[int, ...]]], ...]] = {
 tensors take the first rows and columns."""
 
 
-def chosen(size: int, small: int, segments: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> np.ndarray[Any, Any]:
+def belongs_to_slice(
+    size: int, small: int, segments: list[tuple[tuple[int, ...], tuple[int, ...]]]
+) -> np.ndarray[Any, Any]:
     """Whether each of `size` rows belongs to the small model."""
     if not segments:
         return np.arange(size) < small
@@ -57,13 +60,13 @@ def chosen(size: int, small: int, segments: list[tuple[tuple[int, ...], tuple[in
 def masks(name: str, whole: tuple[int, ...], part: tuple[int, ...]) -> tuple[Any, ...]:
     segments = next((rows for key, rows in PARTS.items() if f".{key}." in f".{name}." or f"{key}." in name), ())
     return np.ix_(*(
-        chosen(size, small, [*segments[axis]] if axis < len(segments) else [])
+        belongs_to_slice(size, small, [*segments[axis]] if axis < len(segments) else [])
         for axis, (size, small) in enumerate(zip(whole, part, strict=True))
     ))  # fmt: skip
 
 
-def models(folder: Path) -> tuple[Path, Path, Arrays]:
-    """Folders of a small model and of a large one that holds it, and the arrays of the small one."""
+def write_models(folder: Path) -> tuple[Path, Path, Arrays]:
+    """Folders of a small model and of a large model that embeds it, and the small model's arrays."""
     family = family_of("nemotron_h")
     config, small = family.tiny()
     wide_config, large = family.tiny(**WIDE)
@@ -72,8 +75,8 @@ def models(folder: Path) -> tuple[Path, Path, Arrays]:
     return write_model(folder / "small", config, small), write_model(folder / "large", wide_config, large), small
 
 
-def test_tensors_and_text_are_those_of_the_small_model(tmp_path: Path) -> None:
-    small, large, arrays = models(tmp_path)
+def test_slice_equals_the_small_model(tmp_path: Path) -> None:
+    small, large, arrays = write_models(tmp_path)
     cut = sliced(open_checkpoint(large), str(small))
     assert cut.tensors.keys() == arrays.keys() < open_checkpoint(large).tensors.keys()
     for name, array in arrays.items():
@@ -93,7 +96,7 @@ def test_tensors_and_text_are_those_of_the_small_model(tmp_path: Path) -> None:
 
 
 def test_export_writes_the_small_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    small, large, _ = models(tmp_path)
+    small, large, _ = write_models(tmp_path)
     out = tmp_path / "out"
     assert main(["export", str(large), "--slice", str(small), "--out", str(out)]) == 0
     assert read_raw(out / "model.safetensors") == read_raw(small / "model.safetensors")
@@ -106,15 +109,15 @@ def test_export_writes_the_small_model(tmp_path: Path, capsys: pytest.CaptureFix
     assert "give --slice" in errors and "headstart export --slice" in errors
 
 
-def test_a_slice_may_have_no_mtp_head(tmp_path: Path) -> None:
-    small, large, _ = models(tmp_path)
+def test_slice_without_mtp_head(tmp_path: Path) -> None:
+    small, large, _ = write_models(tmp_path)
     config = json.loads((small / "config.json").read_text()) | {"num_nextn_predict_layers": 0}
     (small / "config.json").write_text(json.dumps(config))
     assert not any(name.startswith("mtp.") for name in sliced(open_checkpoint(large), str(small)).tensors)
 
 
 def quantized(folder: Path, method: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The large model with random FP8 or NVFP4 codes in two kinds of matrices, with ModelOpt's names."""
+    """The large model with random FP8 or NVFP4 codes in two kinds of matrices, named as by ModelOpt."""
     changes = {"mamba_head_dim": 32, "hybrid_override_pattern": "M-", "num_hidden_layers": 2}
     config, arrays = family_of("nemotron_h").tiny(**{**WIDE, **changes, "num_nextn_predict_layers": 0})
     rng, stored = np.random.default_rng(3), dict[str, Any](arrays)
@@ -132,7 +135,7 @@ def quantized(folder: Path, method: str) -> tuple[dict[str, Any], dict[str, Any]
 
 
 @pytest.mark.parametrize("method", ["FP8", "NVFP4"])
-def test_quantized_weights_are_cut_with_their_scales(tmp_path: Path, method: str) -> None:
+def test_quantized_weights_are_sliced_with_their_scales(tmp_path: Path, method: str) -> None:
     config, stored = quantized(tmp_path, method)
     large = write_model(tmp_path / "large", config, {})
     safetensors.save(large / "model.safetensors", stored)
@@ -146,7 +149,7 @@ def test_quantized_weights_are_cut_with_their_scales(tmp_path: Path, method: str
         return {name: tensor.float32() for name, tensor in tensors.items()}
 
     whole, part = values(open_checkpoint(large)), values(sliced(open_checkpoint(large), str(path)))
-    inside, matrix = chosen(384, 128, [((3, 4, 32), (2, 4, 16))]), "layers.0.mamba.out_proj.weight"
+    inside, matrix = belongs_to_slice(384, 128, [((3, 4, 32), (2, 4, 16))]), "layers.0.mamba.out_proj.weight"
     assert np.array_equal(part[matrix], whole[matrix][:48, inside])
     matrix = "layers.1.mlp.down_proj.weight"
     assert np.array_equal(part[matrix], whole[matrix][:48, :80])
@@ -165,7 +168,7 @@ def test_quantized_weights_are_cut_with_their_scales(tmp_path: Path, method: str
         ({"model_type": "llama"}, "model_type is 'llama', the model's is 'nemotron_h'"),
     ],
 )
-def test_a_config_of_no_slice_is_refused(
+def test_invalid_slices_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
 ) -> None:
     family = family_of("nemotron_h")
