@@ -1,4 +1,4 @@
-"""What lies in a model's folder: placeholders of files, stale indexes, heads in files of their own."""
+"""Contents of model folders: placeholder files, stale indexes, heads in separate files."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ def llama(path: Path) -> Path:
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("kind", PLACEHOLDERS)
-def test_a_placeholder_is_called_what_it_is(kind: str, file: str, tmp_path: Path) -> None:
+def test_placeholder_files_are_identified(kind: str, file: str, tmp_path: Path) -> None:
     content, message, hint = PLACEHOLDERS[kind]
     folder = llama(tmp_path / "m")
     (folder / file).write_bytes(content)
@@ -48,7 +48,7 @@ def test_a_placeholder_is_called_what_it_is(kind: str, file: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("file", ["tokenizer.json", "tokenizer_config.json"])
-def test_a_placeholder_of_a_tokenizer_is_called_what_it_is(file: str, tmp_path: Path) -> None:
+def test_placeholder_tokenizer_files_are_identified(file: str, tmp_path: Path) -> None:
     folder = llama(tmp_path / "m")
     (folder / file).write_bytes(LFS)
     with pytest.raises(ModelError, match=f"{file} is a Git LFS pointer"):
@@ -56,20 +56,20 @@ def test_a_placeholder_of_a_tokenizer_is_called_what_it_is(file: str, tmp_path: 
 
 
 @pytest.mark.parametrize("ending", PARTIAL)
-def test_a_download_that_has_not_ended_is_named(ending: str, tmp_path: Path) -> None:
+def test_incomplete_downloads_are_named(ending: str, tmp_path: Path) -> None:
     folder = llama(tmp_path / "m")
-    whole, begun = folder / "model.safetensors", folder / f"model-00001-of-00001.safetensors{ending}"
-    whole.rename(begun)
-    with pytest.raises(ModelError, match=f"{begun.name}.* an incomplete download"):
+    whole, partial = folder / "model.safetensors", folder / f"model-00001-of-00001.safetensors{ending}"
+    whole.rename(partial)
+    with pytest.raises(ModelError, match=f"{partial.name}.* an incomplete download"):
         open_checkpoint(folder)
     names = {"weight_map": {"a": "model-00001-of-00001.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(names))
-    with pytest.raises(ModelError, match=f"which is missing: {begun.name} is an incomplete download"):
+    with pytest.raises(ModelError, match=f"which is missing: {partial.name} is an incomplete download"):
         open_checkpoint(folder)
 
 
-def test_a_whole_file_beside_a_stale_index_is_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As transformers does; an index that names the file is followed."""
+def test_whole_file_is_read_despite_a_stale_index(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Same as transformers; an index that names the file is used."""
     folder = llama(tmp_path / "m")
     names = sorted(open_checkpoint(folder).tensors)
     index = folder / "model.safetensors.index.json"
@@ -82,7 +82,7 @@ def test_a_whole_file_beside_a_stale_index_is_read(tmp_path: Path, caplog: pytes
 
 @pytest.mark.parametrize("indexed", [True, False])
 @pytest.mark.parametrize("family", ["qwen3_5", "deepseek_v3"])
-def test_a_head_in_a_file_of_its_own_is_read(family: str, indexed: bool, tmp_path: Path) -> None:
+def test_head_in_a_separate_file_is_read(family: str, indexed: bool, tmp_path: Path) -> None:
     config, arrays = family_of(family).tiny()
     layers = config["num_hidden_layers"]
     head = {name: array for name, array in arrays.items() if part_of(name, layers) == MTP}
@@ -103,8 +103,8 @@ def test_a_head_in_a_file_of_its_own_is_read(family: str, indexed: bool, tmp_pat
     assert checkpoint.stray.keys() == {*head, "lora.weight"}
 
 
-def test_a_second_head_beside_the_shards_is_left(tmp_path: Path) -> None:
-    """An old head's file, such as that of a graft's source, does not mix with the head of the shards."""
+def test_stray_head_file_is_ignored(tmp_path: Path) -> None:
+    """The file of an old head, such as the source of a graft, is not mixed with the head in the shards."""
     config, arrays = family_of("qwen3_5").tiny()
     folder = write_model(tmp_path / "m", config, arrays)
     safetensors.save(folder / "old.safetensors", {"mtp.fc.weight": np.ones((2, 2), np.float32)})

@@ -1,4 +1,4 @@
-"""Formats: what is written is read back, and no damaged file does worse than a ModelError."""
+"""Checkpoint formats: files round-trip, and damaged files raise only ModelError."""
 
 import json
 from contextlib import suppress
@@ -41,14 +41,14 @@ def tensors() -> dict[str, Any]:
     }
 
 
-def directory(path: Path) -> Path:
+def write_folder(path: Path) -> Path:
     path.mkdir(exist_ok=True)
     (path / "config.json").write_text('{"model_type": "llama"}')
     safetensors.save(path / "model.safetensors", tensors(), {"format": "np"})
     return path
 
 
-def raw_file(path: Path, header: object, data: bytes = b"") -> Path:
+def write_raw(path: Path, header: object, data: bytes = b"") -> Path:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(len(text).to_bytes(8, "little") + text + data)
     return path
@@ -59,7 +59,7 @@ def entry(begin: int = 0, end: int = 8, **changes: Any) -> dict[str, Any]:
 
 
 def test_safetensors_round_trip(tmp_path: Path) -> None:
-    checkpoint = open_checkpoint(directory(tmp_path / "m"))
+    checkpoint = open_checkpoint(write_folder(tmp_path / "m"))
     assert checkpoint.format == "safetensors" and not checkpoint.canonical_names
     found, expected = checkpoint.tensors, tensors()
     for name in ("half", "scalar", "nothing"):
@@ -77,7 +77,7 @@ def test_safetensors_round_trip(tmp_path: Path) -> None:
         found["bf"].numpy()
 
 
-def test_saved_file_is_read_by_the_library(tmp_path: Path) -> None:
+def test_saved_file_is_readable_by_safetensors(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     plain = {name: value for name, value in tensors().items() if not isinstance(value, tuple)}
     safetensors.save(path, plain, {"note": "hi"})
@@ -88,7 +88,7 @@ def test_saved_file_is_read_by_the_library(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
+def test_failed_save_keeps_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes(b"old")
     with pytest.raises(ModelError, match="cannot be saved"):
@@ -99,7 +99,7 @@ def test_a_failed_save_leaves_the_old_file(tmp_path: Path) -> None:
 
 
 def test_take_rows_is_exact(tmp_path: Path) -> None:
-    found = open_checkpoint(directory(tmp_path / "m")).tensors
+    found = open_checkpoint(write_folder(tmp_path / "m")).tensors
     rows = np.array([2, 0, 2], np.int64)
     for name in ("a", "ids"):
         np.testing.assert_array_equal(found[name].take_rows(rows).numpy(), found[name].numpy()[rows])
@@ -109,8 +109,8 @@ def test_take_rows_is_exact(tmp_path: Path) -> None:
     assert found["nothing"].take_rows(np.zeros(0, np.int64)).shape == (0, 4)
 
 
-def test_sharded(tmp_path: Path) -> None:
-    directory(tmp_path)
+def test_sharded_checkpoint(tmp_path: Path) -> None:
+    write_folder(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     safetensors.save(tmp_path / "one.safetensors", {"a": np.zeros(2, np.float32)})
     safetensors.save(tmp_path / "two.safetensors", {"b": np.ones(2, np.float32)})
@@ -148,51 +148,51 @@ def test_sharded(tmp_path: Path) -> None:
     ({"a": entry(dtype=["F32"])}, b"12345678", "dtype"),
     ({"a": entry(), "b": entry(4, 12)}, b"x" * 12, "overlap"),
 ])  # fmt: skip
-def test_damaged_safetensors(tmp_path: Path, header: object, data: bytes, message: str) -> None:
+def test_damaged_safetensors_are_refused(tmp_path: Path, header: object, data: bytes, message: str) -> None:
     with pytest.raises(ModelError, match=message) as caught:
-        safetensors_file.read_file(raw_file(tmp_path / "x.safetensors", header, data))
+        safetensors_file.read_file(write_raw(tmp_path / "x.safetensors", header, data))
     assert "x.safetensors" in caught.value.message
 
 
-def test_header_longer_than_the_file_or_the_limit(tmp_path: Path) -> None:
+def test_oversized_headers_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     for blob in (b"", b"123", (2**63).to_bytes(8, "little"), (100).to_bytes(8, "little") + b"{}"):
         path.write_bytes(blob)
         with pytest.raises(ModelError, match=r"x\.safetensors"):
             safetensors_file.read_file(path)
-    with path.open("wb") as file:  # a sparse file: no bytes are written
+    with path.open("wb") as file:  # a sparse file
         file.write((safetensors_file.MAX_HEADER + 1).to_bytes(8, "little"))
         file.truncate(safetensors_file.MAX_HEADER + 100)
     with pytest.raises(ModelError, match="more than"):
         safetensors_file.read_file(path)
 
 
-def test_what_is_no_checkpoint(tmp_path: Path) -> None:
-    def refused(said: str, path: Path = tmp_path) -> None:
-        with pytest.raises(ModelError, match=said):
+def test_paths_without_a_checkpoint_are_refused(tmp_path: Path) -> None:
+    def assert_refused(message: str, path: Path = tmp_path) -> None:
+        with pytest.raises(ModelError, match=message):
             open_checkpoint(path)
 
-    refused("does not exist", tmp_path / "gone")
-    refused("empty directory")
+    assert_refused("does not exist", tmp_path / "gone")
+    assert_refused("empty directory")
     (tmp_path / "m.gguf").touch()
-    refused(r"name one of them, such as m\.gguf")
+    assert_refused(r"name one of them, such as m\.gguf")
     (tmp_path / "m.gguf").unlink()
     (tmp_path / "note.txt").write_text("hello")
-    refused(r"no config\.json")
-    refused("neither", tmp_path / "note.txt")
+    assert_refused(r"no config\.json")
+    assert_refused("neither", tmp_path / "note.txt")
     (tmp_path / "config.json").write_text("{}")
-    refused(r"no \*.safetensors")
-    directory(tmp_path)
-    refused("is one file of a checkpoint", tmp_path / "model.safetensors")
+    assert_refused(r"no \*.safetensors")
+    write_folder(tmp_path)
+    assert_refused("is one file of a checkpoint", tmp_path / "model.safetensors")
     (tmp_path / "config.json").rename(tmp_path / "other")
-    refused(r"has weights, but no config\.json")
+    assert_refused(r"has weights, but no config\.json")
     (tmp_path / "config.json").write_text("not json")
-    refused("not valid JSON")
+    assert_refused("not valid JSON")
 
 
 @SMALL
 @given(st.binary(max_size=200), st.integers(0, 300))
-def test_safetensors_fuzz(tmp_path: Path, blob: bytes, size: int) -> None:
+def test_random_safetensors_raise_model_errors_only(tmp_path: Path, blob: bytes, size: int) -> None:
     path = tmp_path / "x.safetensors"
     for text in (blob, size.to_bytes(8, "little") + blob):
         path.write_bytes(text)
@@ -223,7 +223,7 @@ def write_gguf(path: Path, **extra: Any) -> Path:
     return gguf_files.written(writer, path)
 
 
-def test_gguf(tmp_path: Path) -> None:
+def test_gguf_config_and_names(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf"))
     assert checkpoint.canonical_names and checkpoint.format == "gguf"
     expected = {
@@ -241,14 +241,14 @@ def test_gguf(tmp_path: Path) -> None:
     assert checkpoint.chat_template() is None
 
 
-def test_what_a_gguf_file_recommends(tmp_path: Path) -> None:
-    said = {"temp": 0.6, "top_p": 0.95, "top_k": 20, "penalty_repeat": 1.05, "mirostat": 0}
-    assert open_checkpoint(write_gguf(tmp_path / "m.gguf", sampling=said)).generation_config == {
+def test_gguf_sampling_recommendations(tmp_path: Path) -> None:
+    message = {"temp": 0.6, "top_p": 0.95, "top_k": 20, "penalty_repeat": 1.05, "mirostat": 0}
+    assert open_checkpoint(write_gguf(tmp_path / "m.gguf", sampling=message)).generation_config == {
         "temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05, "eos_token_id": [2, 5],
     }  # fmt: skip
 
 
-def test_gguf_tensors_read_as_the_library_reads_them(tmp_path: Path) -> None:
+def test_gguf_tensors_match_the_gguf_library(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf")
     ours, rows = {tensor.name: tensor for tensor in gguf_file.read(path).tensors.values()}, np.array([3, 1], np.int64)
     for theirs in gguf.GGUFReader(path).tensors:
@@ -257,20 +257,20 @@ def test_gguf_tensors_read_as_the_library_reads_them(tmp_path: Path) -> None:
         np.testing.assert_array_equal(ours[theirs.name].take_rows(rows).float32(), values[rows])
 
 
-def factors(theta: float, factor: float) -> np.ndarray:
-    """Llama 3.1's published rule, as its converter writes it."""
+def llama3_factors(theta: float, factor: float) -> np.ndarray:
+    """Llama 3.1's published rule, as written by llama.cpp's converter."""
     length = 2 * np.pi * theta ** (np.arange(0, 64, 2) / 64)
     smooth = np.clip((8192 / length - 1) / 3, 0, 1)
     return np.float32(1 / ((1 - smooth) / factor + smooth))
 
 
-def test_rope_factors_become_the_scaling_they_came_from() -> None:
+def test_rope_factors_are_read_as_llama3_scaling() -> None:
     def scaling(values: np.ndarray) -> Any:
         tensor = make_tensor("rope_freqs.weight", values.shape, "F32", values.view(np.uint8))
         config = {"model_type": "llama", "head_dim": 64, "rope_theta": 500000.0}
         return rope_config({}, {"rope_freqs.weight": tensor}, config).get("rope_scaling")
 
-    assert scaling(factors(500000.0, 32.0)) == {
+    assert scaling(llama3_factors(500000.0, 32.0)) == {
         "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }  # fmt: skip
@@ -278,7 +278,7 @@ def test_rope_factors_become_the_scaling_they_came_from() -> None:
     assert scaling(np.linspace(1, 9, 32, dtype=np.float32))["rope_type"] == "rope_freqs"
 
 
-def test_heads_are_not_counted_as_layers(tmp_path: Path) -> None:
+def test_mtp_modules_are_not_counted_as_layers(tmp_path: Path) -> None:
     config = open_checkpoint(write_gguf(tmp_path / "m.gguf", blocks=3, nextn=1)).config
     assert (config["num_hidden_layers"], config["num_nextn_predict_layers"]) == (2, 1)
     with pytest.raises(ModelError, match="blocks are heads"):
@@ -286,13 +286,13 @@ def test_heads_are_not_counted_as_layers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("piece", [1, 8, 21, 100, 1 << 20])
-def test_a_vocabulary_is_read_piece_by_piece(piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vocabulary_is_read_in_pieces(piece: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gguf_file, "_PIECE_BYTES", piece)
     words = ["", "a", "of twenty characters", "é" * 40, *map(str, range(50))]
     assert gguf_file.read(write_gguf(tmp_path / "m.gguf", words=words)).metadata["test.words"] == words
 
 
-def test_every_truncation_of_a_gguf_is_a_clear_error(tmp_path: Path) -> None:
+def test_truncated_gguf_files_are_refused(tmp_path: Path) -> None:
     blob, path = write_gguf(tmp_path / "m.gguf").read_bytes(), tmp_path / "cut.gguf"
     for size in [*range(0, 1500, 23), len(blob) - 200, len(blob) - 129]:
         path.write_bytes(blob[:size])
@@ -300,7 +300,7 @@ def test_every_truncation_of_a_gguf_is_a_clear_error(tmp_path: Path) -> None:
             open_checkpoint(path)
 
 
-def test_wrong_magic_version_and_byte_order(tmp_path: Path) -> None:
+def test_unsupported_gguf_headers_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     for blob, message in (
         (b"GGML" + bytes(40), "not a GGUF"), (b"GGUF\1\0\0\0" + bytes(40), "version 1"),
@@ -314,7 +314,7 @@ def test_wrong_magic_version_and_byte_order(tmp_path: Path) -> None:
 @pytest.mark.slow
 @SMALL
 @given(st.lists(st.tuples(st.integers(4, 1200), st.integers(0, 255)), min_size=1, max_size=6))
-def test_gguf_fuzz(tmp_path: Path, changes: list[tuple[int, int]]) -> None:
+def test_damaged_gguf_files_raise_model_errors_only(tmp_path: Path, changes: list[tuple[int, int]]) -> None:
     original = tmp_path / "m.gguf"
     if not original.exists():
         write_gguf(original)
@@ -328,7 +328,7 @@ def test_gguf_fuzz(tmp_path: Path, changes: list[tuple[int, int]]) -> None:
             tensor.float32()
 
 
-def test_gguf_in_parts(tmp_path: Path) -> None:
+def test_split_gguf_files(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m-00001-of-00002.gguf")
     with pytest.raises(ModelError, match=r"m-00002-of-00002\.gguf is missing"):
         open_checkpoint(tmp_path / "m-00001-of-00002.gguf")
@@ -339,7 +339,7 @@ def test_gguf_in_parts(tmp_path: Path) -> None:
     assert "lm_head.weight" in checkpoint.tensors and not checkpoint.config["tie_word_embeddings"]
 
 
-def test_canonical_names() -> None:
+def test_gguf_names_are_mapped() -> None:
     names = canonical_names(["blk.3.ffn_norm.weight", "blk.0.nextn.eh_proj.weight", "blk.1.exp_probs_b.bias", "odd"])
     assert list(names.values()) == [
         "layers.3.post_attention_layernorm.weight", "layers.0.eh_proj.weight",
@@ -356,7 +356,7 @@ def test_unpermute_rows_inverts_the_converter(columns: int) -> None:
     heads, half = 3, 4
     shape = (heads * 2 * half, columns) if columns else (heads * 2 * half,)
     original = RNG.normal(size=shape).astype(np.float32)
-    # The converter's documented reordering: [head, half, pair] -> [head, pair, half].
+    # The converter's documented order: [head, half, pair] -> [head, pair, half].
     permuted = np.ascontiguousarray(original.reshape(heads, 2, half, -1).swapaxes(1, 2)).reshape(shape)
     tensor = make_tensor("q", shape, "F32", permuted.reshape(-1).view(np.uint8))
     np.testing.assert_array_equal(unpermute_rows(tensor, heads).float32(), original)
@@ -374,8 +374,8 @@ def test_default_model() -> None:
     np.testing.assert_array_equal(weight.take_rows(rows).float32(), weight.float32()[rows])
 
 
-def test_parts_and_transposes() -> None:
-    """Views of a stack, quantized ones too; what is turned keeps 16 bits, or becomes float32."""
+def test_parts_and_transposes_of_tensors() -> None:
+    """Parts are views, of quantized tensors as well; transposed tensors stay 16-bit or become float32."""
     stack = RNG.normal(size=(3, 4, 64)).astype(np.float32)
     for kind in (gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_0):
         raw = gguf.quantize(stack, kind)
@@ -393,17 +393,17 @@ def test_parts_and_transposes() -> None:
         half.part(2)
 
 
-def test_small_floats_by_their_definition() -> None:
-    """E5M2 is half a float16; E8M0 is a power of two, 255 is NaN."""
+def test_fp8_e5m2_and_e8m0_values() -> None:
+    """E5M2 is the upper half of a float16; E8M0 is a power of two, with 255 for NaN."""
     codes = np.array([0x00, 0x3C, 0xC0, 0x7B, 0x01], np.uint8)
     assert make_tensor("x", (5,), "F8_E5M2", codes).float32().tolist() == [0, 1, -2, 57344, 2.0**-16]
     powers = make_tensor("x", (4,), "F8_E8M0", np.array([0, 127, 130, 255], np.uint8)).float32()
     assert powers[:3].tolist() == [2.0**-127, 1, 8] and np.isnan(powers[3])
 
 
-def test_codes_with_scales_are_what_they_say() -> None:
-    """int8 with a scale for each row, and two FP4 codes in a byte with a power of two for 32 columns; all at once, some
-    rows, and one of a stack."""
+def test_codes_with_scales_are_dequantized() -> None:
+    """int8 with a scale for each row, and pairs of FP4 codes with a power of two for 32 columns: whole, selected rows,
+    and one matrix of a stack."""
     rng = np.random.default_rng(2)
     codes = rng.integers(-128, 128, (2, 3, 64)).astype(np.int8)
     steps = rng.random((2, 3), np.float32)

@@ -1,4 +1,4 @@
-"""Types of GGUF files: NVFP4 and 1-bit weights in what kernels take, what becomes float32, and what nobody reads."""
+"""Tensor types of GGUF files: NVFP4 and 1-bit weights in kernel formats, types widened to float32, unreadable types."""
 
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,12 @@ rng = np.random.default_rng(5)
 
 
 def blocks(kind: Kind, *shape: int) -> NDArray[np.uint8]:
-    """Bytes of matrices whose scales are about 1."""
+    """Random bytes of matrices with scales of about 1."""
     columns, size = GGML_QUANT_SIZES[kind]
     found = rng.integers(0, 256, (*shape[:-1], shape[-1] // columns, size), dtype=np.uint8)
     if kind is Kind.NVFP4:
         found[..., :4] = rng.integers(0, 0x48, found[..., :4].shape)
-        found[0, 0, ..., :2] = 0x7F  # 0 there
+        found[0, 0, ..., :2] = 0x7F  # stands for 0
     if kind is Kind.Q1_0:
         halves = rng.uniform(-1, 1, found.shape[:-1]).astype("<f2")
         found[..., :2] = np.ascontiguousarray(halves[..., None]).view(np.uint8)
@@ -51,12 +51,12 @@ def stored(name: str, kind: str, array: NDArray[Any], shape: tuple[int, ...]) ->
     return make_tensor(name, shape, kind, np.ascontiguousarray(array).reshape(-1).view(np.uint8))
 
 
-def test_types_are_those_of_the_library() -> None:
+def test_types_match_the_gguf_library() -> None:
     assert {int(kind): (kind.name, *GGML_QUANT_SIZES[kind]) for kind in Kind} == gguf_file.BLOCKS
 
 
 @pytest.mark.parametrize(("kind", "count"), [(Kind.NVFP4, 0), (Kind.NVFP4, 1), (Kind.NVFP4, 3), (Kind.Q1_0, 0)])
-def test_kernels_hold_every_value(kind: Kind, count: int) -> None:
+def test_kernels_keep_every_value(kind: Kind, count: int) -> None:
     packing = pytest.importorskip("headstart.kernels.native.packing")
     shape = (3, 20, 256)
     raw, scales = blocks(kind, *shape), rng.uniform(0.5, 2, count).astype(np.float32)
@@ -75,7 +75,7 @@ def test_kernels_hold_every_value(kind: Kind, count: int) -> None:
         assert matrix.kind == 4
 
 
-def test_a_scale_of_another_stack_is_refused() -> None:
+def test_scale_with_wrong_shape_is_refused() -> None:
     tensors = {
         "a.weight": stored("a.weight", "NVFP4", blocks(Kind.NVFP4, 3, 20, 64), (3, 20, 64)),
         "a.scale": stored("a.scale", "F32", np.ones(2, np.float32), (2,)),
@@ -84,7 +84,7 @@ def test_a_scale_of_another_stack_is_refused() -> None:
         readable(tensors, {})
 
 
-def test_what_becomes_float32_is_what_no_kernel_takes() -> None:
+def test_only_types_without_a_kernel_are_widened() -> None:
     native = pytest.importorskip("headstart.kernels.native._native")
     for name in READ:
         columns, size = GGML_QUANT_SIZES[Kind[name]]
@@ -94,7 +94,7 @@ def test_what_becomes_float32_is_what_no_kernel_takes() -> None:
 
 
 def model_file(path: Path, kind: Kind) -> Path:
-    """A Llama of one matrix in this type."""
+    """A Llama with one kind of matrix in this type."""
     config, arrays = family_of("llama").tiny(hidden_size=256, intermediate_size=256, num_hidden_layers=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gguf, "quantize", lambda array, kind: blocks(kind, *array.shape))
@@ -102,17 +102,17 @@ def model_file(path: Path, kind: Kind) -> Path:
 
 
 @pytest.mark.parametrize("kind", [Kind.Q8_1, Kind.Q8_K], ids=str)
-def test_what_nobody_reads_is_told_before_anything_is_loaded(kind: Kind, tmp_path: Path) -> None:
+def test_unreadable_types_are_refused_before_loading(kind: Kind, tmp_path: Path) -> None:
     path = model_file(tmp_path / "m.gguf", kind)
-    said = f"tensor layers.0.mlp.up_proj.weight is stored as {kind.name}, which cannot be read"
+    reason = f"tensor layers.0.mlp.up_proj.weight is stored as {kind.name}, which cannot be read"
     report = run(InspectOptions(model=str(path)))
-    assert report.data["here"]["why"] == said and f"headstart does not run it: {said}" in report.lines
+    assert report.data["here"]["why"] == reason and f"headstart does not run it: {reason}" in report.lines
     assert "  fix: convert the file to another quantization, such as Q8_0 or Q4_K_M" in report.lines
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=reason):
         api.LLM(str(path), EngineConfig(backend="reference"))
 
 
-def test_a_machine_that_cannot_hold_what_becomes_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_widened_weights_beyond_the_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = model_file(tmp_path / "m.gguf", Kind.IQ2_XXS)
     lines = run(InspectOptions(model=str(path))).lines
     assert "  IQ2_XXS become float32 in memory: 0.0 GB, or 0.0 with --quantization int4" in lines
@@ -125,15 +125,13 @@ def test_a_machine_that_cannot_hold_what_becomes_float32(tmp_path: Path, monkeyp
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "native"])
-def test_experts_in_nvfp4_with_scales_of_their_own(
-    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As llama.cpp's converter writes ModelOpt's checkpoints: a scale for each expert, one of activations beside it."""
+def test_nvfp4_experts_with_separate_scales(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layout of llama.cpp's converter for ModelOpt checkpoints: a scale for each expert, and one for activations."""
     config, arrays = family_of("qwen3_moe").tiny(hidden_size=64, moe_intermediate_size=64, mlp_only_layers=[])
-    count, made = config["num_experts"], dict[str, NDArray[np.float32]]()
+    count, expert_scales = config["num_experts"], dict[str, NDArray[np.float32]]()
     raws = dict[bytes, NDArray[np.uint8]]()
 
-    def quantize(array: NDArray[np.float32], kind: Kind) -> NDArray[np.uint8]:  # which the package does not
+    def quantize(array: NDArray[np.float32], kind: Kind) -> NDArray[np.uint8]:  # the gguf package cannot quantize NVFP4
         return raws.setdefault(array.tobytes(), blocks(kind, *array.shape))
 
     monkeypatch.setattr(gguf, "quantize", quantize)
@@ -142,15 +140,15 @@ def test_experts_in_nvfp4_with_scales_of_their_own(
         for layer in range(config["num_hidden_layers"]):
             for part in ("gate", "up", "down"):
                 name = f"blk.{layer}.ffn_{part}_exps"
-                made[name] = rng.uniform(0.5, 2, count).astype(np.float32)
-                writer.add_tensor(f"{name}.scale", made[name])
-                writer.add_tensor(f"{name}.input_scale", made[name])
+                expert_scales[name] = rng.uniform(0.5, 2, count).astype(np.float32)
+                writer.add_tensor(f"{name}.scale", expert_scales[name])
+                writer.add_tensor(f"{name}.input_scale", expert_scales[name])
 
     path = write_gguf(tmp_path / "m.gguf", config, arrays, quantized=Kind.NVFP4, more=more)
     llm = api.LLM(str(path), EngineConfig(backend=backend, threads=1))
     tensors, plain = llm.model.weights.tensors, llama_tensors(config, arrays)
     for part, ours in (("gate", "gate_proj"), ("up", "up_proj"), ("down", "down_proj")):
         name = f"blk.1.ffn_{part}_exps"
-        expected = values(Kind.NVFP4, raws[plain[f"{name}.weight"].tobytes()]) * made[name].reshape(-1, 1, 1)
+        expected = values(Kind.NVFP4, raws[plain[f"{name}.weight"].tobytes()]) * expert_scales[name].reshape(-1, 1, 1)
         np.testing.assert_allclose(tensors[f"layers.1.mlp.experts.{ours}.weight"].float32(), expected, rtol=2e-7)
     assert len(llm.generate([[3, 4, 5]])[0].token_ids) > 0

@@ -1,4 +1,4 @@
-"""GPTQ, AWQ and packed compressed-tensors: the values by their formats' definitions, and what they become."""
+"""GPTQ, AWQ and packed compressed-tensors: values by the definition of each format, and the resulting types."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Weight:
-    """codes [out, in], zeros and scales [out, groups], the group of each column."""
+    """codes [out, in], zeros and scales [out, groups], and the group of each column."""
 
     codes: Ints
     zeros: Ints
@@ -32,7 +32,9 @@ class Weight:
         return np.float32((self.codes - self.zeros[:, self.groups]) * self.scales[:, self.groups])
 
 
-def weight(*, bits: int = 4, symmetric: bool = True, group: int = GROUP, mixed: bool = False, out: int = OUT) -> Weight:
+def make_weight(
+    *, bits: int = 4, symmetric: bool = True, group: int = GROUP, mixed: bool = False, out: int = OUT
+) -> Weight:
     rng, count = np.random.default_rng(3), IN // group
     groups = np.arange(IN) // group
     zeros = np.full((out, count), 1 << bits - 1) if symmetric else rng.integers(1, 1 << bits, (out, count))
@@ -42,8 +44,8 @@ def weight(*, bits: int = 4, symmetric: bool = True, group: int = GROUP, mixed: 
     )  # fmt: skip
 
 
-def words(numbers: Ints, bits: int, order: tuple[int, ...] = ()) -> NDArray[np.int32]:
-    """[n, m] -> [n, m * bits / 32], one number after the other from the lowest bits."""
+def pack_words(numbers: Ints, bits: int, order: tuple[int, ...] = ()) -> NDArray[np.int32]:
+    """[n, m] -> [n, m * bits / 32], packed from the lowest bits."""
     count = 32 // bits
     parts = numbers.reshape(len(numbers), -1, count).astype(np.uint32)
     whole = np.zeros(parts.shape[:2], np.uint32)
@@ -54,7 +56,7 @@ def words(numbers: Ints, bits: int, order: tuple[int, ...] = ()) -> NDArray[np.i
 
 def gptq(w: Weight, bits: int, *, ordered: bool = False) -> dict[str, Any]:
     found = {
-        "qweight": words(w.codes, bits).T, "qzeros": words(w.zeros.T - 1, bits),
+        "qweight": pack_words(w.codes, bits).T, "qzeros": pack_words(w.zeros.T - 1, bits),
         "scales": w.scales.T.astype(np.float16),
     }  # fmt: skip
     return found | ({"g_idx": w.groups.astype(np.int32)} if ordered else {})
@@ -62,17 +64,17 @@ def gptq(w: Weight, bits: int, *, ordered: bool = False) -> dict[str, Any]:
 
 def awq(w: Weight, bits: int) -> dict[str, Any]:
     return {
-        "qweight": words(w.codes.T, 4, AWQ_ORDER), "qzeros": words(w.zeros.T, 4, AWQ_ORDER),
+        "qweight": pack_words(w.codes.T, 4, AWQ_ORDER), "qzeros": pack_words(w.zeros.T, 4, AWQ_ORDER),
         "scales": w.scales.T.astype(np.float16),
     }  # fmt: skip
 
 
 def packed(w: Weight, bits: int, *, zeros: bool = False, ordered: bool = False) -> dict[str, Any]:
     found = {
-        "weight_packed": words(w.codes, bits), "weight_scale": w.scales.astype(np.float16),
+        "weight_packed": pack_words(w.codes, bits), "weight_scale": w.scales.astype(np.float16),
         "weight_shape": np.array([len(w.codes), IN], np.int64),
     }  # fmt: skip
-    found |= {"weight_zero_point": words(w.zeros.T, bits).T} if zeros else {}
+    found |= {"weight_zero_point": pack_words(w.zeros.T, bits).T} if zeros else {}
     return found | ({"weight_g_idx": w.groups.astype(np.int32)} if ordered else {})
 
 
@@ -80,20 +82,20 @@ PACKED = {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights
 PACKED8 = {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": {"num_bits": 8}}}}
 GPTQ, GPTQ8 = {"quant_method": "gptq", "bits": 4}, {"quant_method": "gptq", "bits": 8}
 CASES: dict[str, tuple[Weight, dict[str, Any], dict[str, Any], str]] = {
-    "gptq": (w := weight(), gptq(w, 4, ordered=True), GPTQ, "Q4_0"),
-    "gptq, zero points": (w := weight(symmetric=False), gptq(w, 4), GPTQ, "U4:32:F16"),
-    "gptq, act-order": (w := weight(mixed=True), gptq(w, 4, ordered=True), GPTQ, "F16"),
-    "gptq, 8 bits": (w := weight(bits=8), gptq(w, 8), GPTQ8, "Q8_0"),
-    "gptq, a row's scale": (w := weight(group=IN), gptq(w, 4), GPTQ, "Q4_0"),
-    "gptq, zero points of a row": (w := weight(symmetric=False, group=IN), gptq(w, 4), GPTQ, "U4:64:F16"),
-    "gptq, groups of 16": (w := weight(group=16), gptq(w, 4), GPTQ, "F16"),
-    "awq": (w := weight(symmetric=False), awq(w, 4), {"quant_method": "awq"}, "U4:32:F16"),
-    "awq, symmetric": (w := weight(), awq(w, 4), {"quant_method": "awq"}, "Q4_0"),
-    "packed": (w := weight(), packed(w, 4), PACKED, "Q4_0"),
-    "packed, zero points": (w := weight(symmetric=False), packed(w, 4, zeros=True), PACKED, "U4:32:F16"),
-    "packed, 8 bits": (w := weight(bits=8), packed(w, 8), PACKED8, "Q8_0"),
-    "packed, 8 bits beside groups of 4": (w := weight(bits=8), packed(w, 8), PACKED, "Q8_0"),
-    "packed, act-order": (w := weight(mixed=True), packed(w, 4, ordered=True), PACKED, "F16"),
+    "gptq": (w := make_weight(), gptq(w, 4, ordered=True), GPTQ, "Q4_0"),
+    "gptq, zero points": (w := make_weight(symmetric=False), gptq(w, 4), GPTQ, "U4:32:F16"),
+    "gptq, act-order": (w := make_weight(mixed=True), gptq(w, 4, ordered=True), GPTQ, "F16"),
+    "gptq, 8 bits": (w := make_weight(bits=8), gptq(w, 8), GPTQ8, "Q8_0"),
+    "gptq, a row's scale": (w := make_weight(group=IN), gptq(w, 4), GPTQ, "Q4_0"),
+    "gptq, zero points of a row": (w := make_weight(symmetric=False, group=IN), gptq(w, 4), GPTQ, "U4:64:F16"),
+    "gptq, groups of 16": (w := make_weight(group=16), gptq(w, 4), GPTQ, "F16"),
+    "awq": (w := make_weight(symmetric=False), awq(w, 4), {"quant_method": "awq"}, "U4:32:F16"),
+    "awq, symmetric": (w := make_weight(), awq(w, 4), {"quant_method": "awq"}, "Q4_0"),
+    "packed": (w := make_weight(), packed(w, 4), PACKED, "Q4_0"),
+    "packed, zero points": (w := make_weight(symmetric=False), packed(w, 4, zeros=True), PACKED, "U4:32:F16"),
+    "packed, 8 bits": (w := make_weight(bits=8), packed(w, 8), PACKED8, "Q8_0"),
+    "packed, 8 bits beside groups of 4": (w := make_weight(bits=8), packed(w, 8), PACKED, "Q8_0"),
+    "packed, act-order": (w := make_weight(mixed=True), packed(w, 4, ordered=True), PACKED, "F16"),
 }
 
 
@@ -108,7 +110,7 @@ def tensors(parts: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_values_are_those_of_the_format(case: str) -> None:
+def test_integer_values_match_the_format(case: str) -> None:
     expected, parts, settings, dtype = CASES[case]
     read = readable(tensors(parts), {"quantization_config": settings})
     assert list(read) == ["a.weight"]
@@ -122,28 +124,28 @@ def test_values_are_those_of_the_format(case: str) -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
-    "no scales": ({k: v for k, v in gptq(weight(), 4).items() if k != "scales"}, GPTQ, "has no scales"),
-    "groups that do not fit": ({**gptq(weight(), 4), "scales": np.ones((5, OUT), np.float16)}, GPTQ, "do not fit"),
+    "no scales": ({k: v for k, v in gptq(make_weight(), 4).items() if k != "scales"}, GPTQ, "has no scales"),
+    "groups that do not fit": ({**gptq(make_weight(), 4), "scales": np.ones((5, OUT), np.float16)}, GPTQ, "do not fit"),
     "a map out of range": (
-        {**gptq(weight(), 4), "g_idx": np.full(IN, 3, np.int32)}, GPTQ, "of groups 3 to 3, but it has 3"),
+        {**gptq(make_weight(), 4), "g_idx": np.full(IN, 3, np.int32)}, GPTQ, "of groups 3 to 3, but it has 3"),
     "scales that are none": (
-        {**gptq(weight(), 4), "scales": np.full((3, OUT), np.nan, np.float16)}, GPTQ, "are not all numbers"),
+        {**gptq(make_weight(), 4), "scales": np.full((3, OUT), np.nan, np.float16)}, GPTQ, "are not all numbers"),
     "a packed map below 0": (
-        {**packed(weight(), 4), "weight_g_idx": np.full(IN, -1, np.int32)}, PACKED, "of groups -1 to -1"),
-    "packed groups": ({**packed(weight(), 4), "weight_scale": np.ones((OUT, 5), np.float16)}, PACKED, "5 groups"),
+        {**packed(make_weight(), 4), "weight_g_idx": np.full(IN, -1, np.int32)}, PACKED, "of groups -1 to -1"),
+    "packed groups": ({**packed(make_weight(), 4), "weight_scale": np.ones((OUT, 5), np.float16)}, PACKED, "5 groups"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_does_not_fit_is_said_in_one_line(case: str) -> None:
-    parts, settings, said = BAD[case]
-    with pytest.raises(ModelError, match=said) as error:
+def test_invalid_tensors_are_refused_in_one_line(case: str) -> None:
+    parts, settings, message = BAD[case]
+    with pytest.raises(ModelError, match=message) as error:
         readable(tensors(parts), {"quantization_config": settings})["a.weight"].float32()
     assert "\n" not in error.value.message
 
 
-def test_a_model_says_what_its_plain_copy_says(tmp_path: Path) -> None:
-    """Every matrix of a layer in GPTQ; embedding, norms and LM head plain, as published."""
+def test_gptq_model_equals_its_float_copy(tmp_path: Path) -> None:
+    """All matrices of the layers are GPTQ; embedding, norms and LM head are plain, as published."""
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 16}
     config, arrays = family_of("llama").tiny(**sizes)
     stored: dict[str, Any] = {}
@@ -168,7 +170,7 @@ def test_a_model_says_what_its_plain_copy_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_native_kernels_hold_every_value(case: str) -> None:
+def test_native_kernels_keep_every_value(case: str) -> None:
     packing = pytest.importorskip("headstart.kernels.native.packing")
     native = pytest.importorskip("headstart.kernels.native._native")
     _, parts, settings, dtype = CASES[case]

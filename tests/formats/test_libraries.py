@@ -1,4 +1,4 @@
-"""Quantized weights by the code that published the formats: compressed-tensors and bitsandbytes."""
+"""Quantized weights compared with the libraries that define the formats: compressed-tensors and bitsandbytes."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ PACKED: dict[str, dict[str, Any]] = {
 
 
 def as_torch(parts: dict[str, tuple[str, Any]]) -> dict[str, Any]:
-    """Of types that numpy has not, too."""
+    """Tensors of torch, including types that numpy lacks."""
     found = {name: torch.from_numpy(np.array(values)) for name, (_, values) in parts.items()}
     return {
         name: tensor.view(getattr(torch, TYPES[parts[name][0]])) if parts[name][0] in TYPES else tensor
@@ -43,8 +43,8 @@ def as_torch(parts: dict[str, tuple[str, Any]]) -> dict[str, Any]:
     }
 
 
-def in_library(form: str, weights: dict[str, Any], parts: dict[str, Any]) -> Any:
-    """Values by compressed-tensors, float32 from what it returns."""
+def decompress(form: str, weights: dict[str, Any], parts: dict[str, Any]) -> Any:
+    """Float32 values decompressed by compressed-tensors."""
     pytest.importorskip("compressed_tensors")
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -54,28 +54,28 @@ def in_library(form: str, weights: dict[str, Any], parts: dict[str, Any]) -> Any
 
 
 @pytest.mark.parametrize("case", SMALL)
-def test_small_floats_are_those_of_compressed_tensors(case: str) -> None:
+def test_small_floats_match_compressed_tensors(case: str) -> None:
     form, weights = SMALL[case]
     settings, make = test_small_floats.CASES[case]
     parts, _ = make()
     theirs = {name.replace("scale_inv", "scale"): tensor for name, tensor in as_torch(parts).items()}
-    expected = in_library(form, weights, theirs)
+    expected = decompress(form, weights, theirs)
     found = readable(tensors(parts), {"quantization_config": settings})["a.weight"].float32()
     np.testing.assert_array_equal(rounded(found), rounded(expected))
 
 
 @pytest.mark.parametrize("case", PACKED)
-def test_packed_integers_are_those_of_compressed_tensors(case: str) -> None:
+def test_packed_integers_match_compressed_tensors(case: str) -> None:
     _, parts, settings, _ = test_integers.CASES[case]
     theirs = as_torch({name: ("", values) for name, values in parts.items()})
-    expected = in_library("pack-quantized", PACKED[case], theirs)
+    expected = decompress("pack-quantized", PACKED[case], theirs)
     found = readable(test_integers.tensors(parts), {"quantization_config": settings})["a.weight"].float32()
     np.testing.assert_array_equal(found.astype(np.float16), expected.astype(np.float16))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [case for case in test_small_floats.CASES if case.startswith(("nf4", "fp4"))])
-def test_four_bits_are_those_of_bitsandbytes(case: str) -> None:
+def test_4_bit_values_match_bitsandbytes(case: str) -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes")
     settings, make = test_small_floats.CASES[case]
     parts, _ = make()

@@ -1,4 +1,4 @@
-"""FP8, NVFP4, MXFP4, bitsandbytes and 8-bit integers: the values by their formats' definitions, and what is refused."""
+"""FP8, NVFP4, MXFP4, bitsandbytes and 8-bit integers: values by the definition of each format, and refused tensors."""
 
 import json
 from collections.abc import Callable
@@ -37,7 +37,7 @@ def tensors(parts: Parts) -> dict[str, Tensor]:
 
 
 def e4m3(shape: tuple[int, ...], *, positive: bool = False) -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """Random codes, subnormal ones too, and their values by torch."""
+    """Random codes, including subnormal ones, and their values by torch."""
     codes = rng.integers(0, 0x7F, shape, dtype=np.uint8)
     codes |= np.uint8(0 if positive else 0x80) * rng.integers(0, 2, shape, dtype=np.uint8)
     return codes, torch.from_numpy(codes).view(torch.float8_e4m3fn).float().numpy()
@@ -65,14 +65,14 @@ def mxfp8() -> tuple[Parts, NDArray[np.float32]]:
     return {"weight": ("F8_E4M3", codes), "weight_scale": ("U8", powers)}, values * wide
 
 
-def pairs() -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
-    """E2M1 codes, the even column in the low half."""
+def packed_e2m1() -> tuple[NDArray[np.uint8], NDArray[np.float32]]:
+    """Pairs of E2M1 codes in a byte, the even column in the low half, and their values."""
     codes = rng.integers(0, 16, (ROWS, COLUMNS), dtype=np.uint8)
     return codes[:, ::2] | codes[:, 1::2] << 4, E2M1[codes]
 
 
 def nvfp4(*, packed: bool) -> tuple[Parts, NDArray[np.float32]]:
-    raw, values = pairs()
+    raw, values = packed_e2m1()
     codes, each = e4m3((ROWS, COLUMNS // 16), positive=True)
     whole = np.array([1536.5 if packed else 7e-4], np.float32)
     factor = np.float32(1) / whole if packed else whole
@@ -82,7 +82,7 @@ def nvfp4(*, packed: bool) -> tuple[Parts, NDArray[np.float32]]:
 
 
 def mxfp4(word: str) -> tuple[Parts, NDArray[np.float32]]:
-    raw, values = pairs()
+    raw, values = packed_e2m1()
     powers = rng.integers(0, 250, (ROWS, COLUMNS // 32), dtype=np.uint8)
     wide = np.repeat(np.float32(2) ** (powers.astype(np.float32) - 127), 32, axis=1)
     return {word: ("U8", raw), "weight_scale": ("U8", powers)}, values * wide
@@ -142,12 +142,12 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[], Case]]] = {
 
 
 def rounded(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    """To bfloat16, as the formats' libraries do."""
+    """Values rounded to bfloat16, as in the formats' libraries."""
     return (bfloat16(np.ascontiguousarray(values))[0].astype(np.uint32) << 16).view(np.float32)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_values_are_those_of_the_format(case: str) -> None:
+def test_values_match_the_format(case: str) -> None:
     settings, make = CASES[case]
     parts, expected = make()
     read = readable(tensors(parts), {"quantization_config": settings})
@@ -171,8 +171,8 @@ KEPT = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_the_native_kernels_hold_every_value(case: str) -> None:
-    """Bit for bit the values of `reference`, in about the bytes of the file."""
+def test_native_kernels_keep_every_value(case: str) -> None:
+    """Bit for bit the values of `reference`, in about the size of the file."""
     packing = pytest.importorskip("headstart.kernels.native.packing")
     settings, make = CASES[case]
     parts, _ = make()
@@ -186,7 +186,9 @@ def test_the_native_kernels_hold_every_value(case: str) -> None:
         assert matrix.num_bytes <= 1.15 * size
 
 
-def spoiled(make: Callable[[], Case], end: str, change: Callable[[NDArray[Any]], NDArray[Any]] | None) -> Parts:
+def with_changed_part(
+    make: Callable[[], Case], end: str, change: Callable[[NDArray[Any]], NDArray[Any]] | None
+) -> Parts:
     parts, _ = make()
     dtype, values = parts.pop(end)
     return parts if change is None else {**parts, end: (dtype, change(values.copy()))}
@@ -197,7 +199,7 @@ def with_nan(values: NDArray[Any]) -> NDArray[Any]:
     return values
 
 
-def told(text: str) -> Callable[[NDArray[Any]], NDArray[Any]]:
+def state_bytes(text: str) -> Callable[[NDArray[Any]], NDArray[Any]]:
     return lambda values: np.frombuffer(text.encode(), np.uint8)
 
 
@@ -218,15 +220,15 @@ BAD: dict[str, tuple[str, str, Callable[[NDArray[Any]], NDArray[Any]] | None, st
     "nf4, fewer magnitudes": ("nf4", "weight.absmax", lambda v: v[:-1], "magnitudes do not fit"),
     "nf4, no levels": ("nf4", "weight.quant_map", None, "its quant_map is missing"),
     "nf4, no state": ("nf4", STATE, None, "its quant_state is missing"),
-    "nf4, no JSON": ("nf4", STATE, told("{"), "cannot be read"),
-    "nf4, no sizes": ("nf4", STATE, told('{"shape": [4, "x"], "blocksize": 64}'), "cannot be read"),
-    "nf4, another shape": ("nf4", STATE, told('{"shape": [4, 4], "blocksize": 64}'), "do not hold"),
+    "nf4, no JSON": ("nf4", STATE, state_bytes("{"), "cannot be read"),
+    "nf4, no sizes": ("nf4", STATE, state_bytes('{"shape": [4, "x"], "blocksize": 64}'), "cannot be read"),
+    "nf4, another shape": ("nf4", STATE, state_bytes('{"shape": [4, 4], "blocksize": 64}'), "do not hold"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_does_not_fit_is_refused(case: str) -> None:
-    good, end, change, says = BAD[case]
+def test_invalid_tensors_are_refused(case: str) -> None:
+    good, end, change, message = BAD[case]
     settings, make = CASES[good]
-    with pytest.raises(ModelError, match=says):
-        readable(tensors(spoiled(make, end, change)), {"quantization_config": settings})
+    with pytest.raises(ModelError, match=message):
+        readable(tensors(with_changed_part(make, end, change)), {"quantization_config": settings})
