@@ -1,9 +1,8 @@
-"""Two layers of its own over the trunk's streams at three depths: one pass drafts a whole block.
+"""A block drafter with two layers over the trunk's hidden states of three layers: one pass drafts a block.
 
-The features of a true position p, x_p = W [a_1 ; a_2 ; a_3] at p, are kept as keys and values at slot p. A block of
-rows at positions n, n + 1, ... behind them, the last token and blanks, sees all of them and itself, in both directions.
-Weights are random: what it drafts is wrong, and must cost no more than time.
-"""
+The features of a true position p, x_p = W [a_1 ; a_2 ; a_3] at p, are stored as keys and values at slot p. The rows of
+a block at positions n, n + 1, ... are the last token and blanks; they see all features and each other. Weights are
+random: its drafts are wrong, and must cost only time."""
 
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass
@@ -52,7 +51,7 @@ class BlockNetwork:
         }
 
     def _keep(self, ops: Ops, step: StepInputs, pools: Seq[Pool]) -> dict[str, Buffer]:
-        """Rows of true positions; they have keys and values only."""
+        """Stores keys and values of rows of true positions."""
         x = self.fuse(ops, step.hidden)
         for layer, pool in zip(self.layers, pools, strict=True):
             mixer = layer.mixer
@@ -119,7 +118,7 @@ class AcmeBlock(Drafter):
         self._draw(requests, logits)
 
     def _draw(self, requests: Seq[DraftRequest], logits: Buffer) -> None:
-        """All tokens of a block at once, each row behind blanks: a drafter that knew better would go token by token."""
+        """Draws all tokens of a block at once, each row after blanks; a better drafter would draw token by token."""
         entries = [
             (request.sequence, len(request.sequence.tokens) + i, [BLANK] * i)
             for request in requests

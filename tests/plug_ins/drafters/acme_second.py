@@ -1,4 +1,4 @@
-"""A second whole model of the same vocabulary drafts token by token; its keys lie under the same block table."""
+"""A second model of the same vocabulary drafts token by token; its keys share the block tables of the trunk."""
 
 import os
 from collections.abc import Sequence as Seq
