@@ -1,4 +1,4 @@
-"""Every kind of bad input: one clear line that names the value, a hint, exit code 2, nothing on stdout."""
+"""Invalid models, heads and options: a one-line error that names the value, exit code 2, empty stdout."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def tiny(tmp_path: Path) -> Path:
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """The error text of a command that must exit 2 with one line, a hint or none, and no traceback."""
+    """Error text of a command; checks exit code 2, one line and an optional hint, no traceback."""
     assert main(arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -41,21 +41,21 @@ def generate(model: Path | str, *more: str) -> tuple[str, ...]:
     return ("generate", str(model), "--prompt", "hello", "--max-tokens", "4", *more)
 
 
-def test_unknown_alias_suggests(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_alias_has_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean smollm2-135m-mtp" in refused(capsys, *generate("smollm2-135-mtp"))
 
 
-CONFIG, WEIGHTS, LOST = "config.json", "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+CONFIG, WEIGHTS, REMOVED = "config.json", "model.safetensors", "model.layers.1.mlp.up_proj.weight"
 
 
-def reconfigured(folder: Path, **changes: object) -> None:
+def change_config(folder: Path, **changes: object) -> None:
     config = json.loads((folder / CONFIG).read_text())
     (folder / CONFIG).write_text(json.dumps(config | changes))
 
 
-def without(folder: Path, lost: str) -> None:
+def remove_tensor(folder: Path, name: str) -> None:
     tensors = {name: each.numpy() for name, each in safetensors_file.read_file(folder / WEIGHTS).items()}
-    del tensors[lost]
+    del tensors[name]
     safetensors.save(folder / WEIGHTS, tensors)
 
 
@@ -65,14 +65,14 @@ DAMAGED: dict[str, tuple[str, Callable[[Path], object], list[str]]] = {
     "cut off": ("", lambda folder: os.truncate(folder / WEIGHTS, (folder / WEIGHTS).stat().st_size - 1000), [WEIGHTS]),
     "gguf": ("m.gguf", lambda folder: (folder / "m.gguf").write_bytes(b"GGUF\3\0\0\0" + b"\xff" * 64), ["m.gguf"]),
     "not json": ("", lambda folder: (folder / CONFIG).write_text("{"), [CONFIG]),
-    "unknown architecture": ("", lambda folder: reconfigured(folder, model_type="mamba9"), ["mamba9"]),
-    "missing tensor": ("", lambda folder: without(folder, LOST), [LOST.removeprefix("model.")]),
-    "config against tensors": ("", lambda folder: reconfigured(folder, intermediate_size=96), ["96", "80"]),
+    "unknown architecture": ("", lambda folder: change_config(folder, model_type="mamba9"), ["mamba9"]),
+    "missing tensor": ("", lambda folder: remove_tensor(folder, REMOVED), [REMOVED.removeprefix("model.")]),
+    "config against tensors": ("", lambda folder: change_config(folder, intermediate_size=96), ["96", "80"]),
 }
 
 
 @pytest.mark.parametrize("case", DAMAGED)
-def test_what_is_no_sound_model_is_named(capsys: pytest.CaptureFixture[str], tiny: Path, case: str) -> None:
+def test_damaged_model_names_the_problem(capsys: pytest.CaptureFixture[str], tiny: Path, case: str) -> None:
     name, damage, named = DAMAGED[case]
     damage(tiny)
     error = refused(capsys, *generate(tiny / name))
@@ -80,21 +80,21 @@ def test_what_is_no_sound_model_is_named(capsys: pytest.CaptureFixture[str], tin
 
 
 def other_head(folder: Path, hidden_size: int, vocab_size: int) -> Path:
-    """A head made for another trunk; its tensors are never reached."""
+    """A head for another trunk. Its tensors are never read."""
     head = HeadCheckpoint(spec=HeadSpec(), hidden_size=hidden_size, vocab_size=vocab_size, trunk="another")
     write_head(folder, head, {"mtp.0.norm.weight": np.ones(hidden_size, np.float32)})
     return folder
 
 
 @pytest.mark.parametrize(("hidden", "vocab", "named"), [(64, 131, "hidden_size is 64"), (48, 999, "vocab_size is 999")])
-def test_head_of_another_trunk(
+def test_head_of_another_trunk_is_refused(
     capsys: pytest.CaptureFixture[str], tiny: Path, tmp_path: Path, hidden: int, vocab: int, named: str
 ) -> None:
     head = other_head(tmp_path / "head", hidden, vocab)
     assert named in refused(capsys, *generate(tiny, "--head", str(head)))
 
 
-def test_head_that_is_no_head(capsys: pytest.CaptureFixture[str], tiny: Path, tmp_path: Path) -> None:
+def test_folder_without_a_head_is_refused(capsys: pytest.CaptureFixture[str], tiny: Path, tmp_path: Path) -> None:
     assert "without an MTP head" in refused(capsys, *generate(tiny, "--head", str(tiny)))
     assert "nothing" in refused(capsys, *generate(tiny, "--head", str(tmp_path / "nothing")))
 
@@ -103,20 +103,20 @@ def test_head_that_is_no_head(capsys: pytest.CaptureFixture[str], tiny: Path, tm
     (("--max-model-len", "100000"), "100000"), (("--logit-bias", '{"99999": 1}'), "99999"),
     (("--drafter", "mtp"), "no MTP head"), (("--raw", "--prompt", "hello " * 400), "512"),
 ])  # fmt: skip
-def test_what_does_not_fit_the_model(
+def test_options_that_do_not_fit_the_model_are_refused(
     capsys: pytest.CaptureFixture[str], tiny: Path, options: tuple[str, ...], named: str
 ) -> None:
     assert named in refused(capsys, *generate(tiny, *options))
 
 
-def test_prompt_file_that_is_missing_or_no_text(capsys: pytest.CaptureFixture[str], tiny: Path, tmp_path: Path) -> None:
+def test_missing_or_binary_prompt_file(capsys: pytest.CaptureFixture[str], tiny: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     assert "prompt.txt" in refused(capsys, "generate", str(tiny), "--prompt-file", str(file))
     file.write_bytes(b"\xff\xfe\x00\xff")
     assert "prompt.txt" in refused(capsys, "generate", str(tiny), "--prompt-file", str(file))
 
 
-def test_infinite_values_never_become_parameters() -> None:
+def test_non_finite_parameters_are_refused() -> None:
     for name in [row.name for row in parameters().values() if row.kind == "number"]:
         for value in (float("nan"), float("inf"), float("-inf")):
             with pytest.raises(UsageError, match=name):

@@ -1,4 +1,4 @@
-"""The default model's real weights, against an independent implementation and against itself."""
+"""The default model's weights: logits and text of transformers, drafted text equal to plain decoding."""
 
 import json
 import subprocess
@@ -34,13 +34,13 @@ MORE_PROMPTS = [
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    """The oracle backend: float32 all through."""
+    """The default model on the reference backend in float32."""
     return LLM(None, EngineConfig(backend="reference", max_model_len=2048, threads=1))
 
 
 @pytest.fixture(scope="module")
 def served() -> LLM:
-    """What users get."""
+    """The default model with default settings."""
     return LLM(None, EngineConfig(max_model_len=2048))
 
 
@@ -71,7 +71,7 @@ def test_greedy_text_equals_transformers(llm: LLM, oracle: Any) -> None:
     prompts = [prompt for _, prompt in builtin_prompts()][:4] + MORE_PROMPTS
     ours = llm.generate(prompts, SamplingParams(max_tokens=16))
     assert len(ours) == 12
-    for completion in ours:  # one pass over our text: its greedy text is the same if each token is its first choice
+    for completion in ours:  # one pass suffices: the greedy text is the same if each of our tokens is the argmax
         ids, written = completion.prompt_token_ids, completion.token_ids
         with torch.inference_mode():
             theirs = oracle(torch.tensor([[*ids, *written]])).logits[0, len(ids) - 1 : -1].argmax(-1)
@@ -80,7 +80,7 @@ def test_greedy_text_equals_transformers(llm: LLM, oracle: Any) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_text_is_that_of_plain_decoding(served: LLM, temperature: float) -> None:
+def test_drafted_text_equals_plain_decoding(served: LLM, temperature: float) -> None:
     llm = served
     prompts = [prompt for _, prompt in builtin_prompts()]
     params = [SamplingParams(max_tokens=24, temperature=temperature, seed=i) for i in range(len(prompts))]
@@ -90,8 +90,8 @@ def test_text_is_that_of_plain_decoding(served: LLM, temperature: float) -> None
     assert sum(each.speculation.passes for each in drafted) < sum(each.speculation.passes for each in plain)
 
 
-def test_long_prompts_side_by_side_have_the_text_of_each_alone() -> None:
-    """Contexts of more than 512 positions, which threads share where rows are few; also with leaves beside drafts."""
+def test_long_prompts_in_a_batch_equal_each_alone() -> None:
+    """Contexts beyond 512 positions, which threads split when rows are few; also with tree drafts."""
     words = " ".join(prompt for _, prompt in builtin_prompts())
     prompts = [f"{words}\n" * 3 + end for end in ("Summarize this.", "Which of these questions is the hardest?")]
     params = SamplingParams(max_tokens=24, ignore_eos=True, logprobs=0)

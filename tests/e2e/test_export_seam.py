@@ -1,4 +1,4 @@
-"""An export from one file, the text of docs/extend, found by its file name."""
+"""The export target of docs/extend as a plug-in file."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from headstart.cli.main import main
 from headstart.formats.safetensors_file import read_file
 
 
-def test_an_export_is_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export_plug_in_is_found_by_its_file_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, out = write_tiny("mimo", tmp_path / "model"), tmp_path / "out"
     with plugged_in(tmp_path, "exports"):
         assert main(["export", str(model), "--to", "bare-head", "-o", str(out)]) == 0

@@ -1,4 +1,4 @@
-"""The default model, exported with its head, stripped and grafted back: the same text and the same drafts."""
+"""The default model exported with its head, stripped and grafted: equal text, drafts and tensors."""
 
 import json
 import shutil
@@ -24,8 +24,8 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
-    """Whole, stripped, grafted. MiMo's formula reads the stream before the final norm, so the head is declared so: it
-    guesses worse then, but it is the same before and after."""
+    """Whole, stripped and grafted model. MiMo's head reads hidden states before the final norm, so the head is declared
+    pre_norm: acceptance is lower, but equal before and after."""
     folder = tmp_path_factory.mktemp("graft")
     shutil.copytree(hub.HEADS / hub.DEFAULT_MODEL, folder / "head")
     config = json.loads((folder / "head" / "config.json").read_text())
@@ -43,7 +43,7 @@ def answers(model: Path, **settings: Any) -> list[tuple[list[int], Any]]:
     return [(each.token_ids, each.speculation) for each in llm.generate(prompts, SamplingParams(max_tokens=24))]
 
 
-def test_text_and_drafts_are_the_same(folders: tuple[Path, Path, Path]) -> None:
+def test_grafted_model_has_equal_text_and_drafts(folders: tuple[Path, Path, Path]) -> None:
     whole, bare, again = folders
     expected = answers(whole, drafter="mtp")
     assert sum(speculation.drafts for _, speculation in expected) > 0
@@ -51,7 +51,7 @@ def test_text_and_drafts_are_the_same(folders: tuple[Path, Path, Path]) -> None:
     assert [text for text, _ in answers(bare, drafter="none")] == [text for text, _ in expected]
 
 
-def test_every_tensor_is_the_same(folders: tuple[Path, Path, Path]) -> None:
+def test_grafted_model_has_equal_tensors(folders: tuple[Path, Path, Path]) -> None:
     whole, _, again = folders
     expected, found = (open_checkpoint(folder).tensors for folder in (whole, again))
     assert found.keys() == expected.keys()

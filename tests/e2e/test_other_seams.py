@@ -1,5 +1,4 @@
-"""The other examples of docs/extend, each from its one file: head kind, checkpoint format, launcher, tool format,
-reasoning format."""
+"""Plug-in examples of docs/extend: head kind, checkpoint format, launcher, tool format, reasoning format."""
 
 import json
 from collections.abc import Iterator
@@ -55,7 +54,7 @@ def shift_head(path: Path, model: Path) -> Path:
     return support.write_head(path, config, HeadSpec(kind="shift"), arrays)
 
 
-def test_a_head_of_a_new_kind_drafts(tmp_path: Path) -> None:
+def test_head_of_a_new_kind_drafts(tmp_path: Path) -> None:
     model = llama(tmp_path)
     head = shift_head(tmp_path / "head", model)
     expected, _ = answers(model, drafter="none")
@@ -67,8 +66,8 @@ def test_a_head_of_a_new_kind_drafts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_it_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On a trunk so soft that the last token says the next one, a matrix over its embedding learns something."""
+def test_head_of_a_new_kind_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the softened trunk the last token mostly determines the next, so that the head's matrix can learn."""
     model, text, out = llama(tmp_path, 0.1), tmp_path / "t.jsonl", tmp_path / "head"
     words = np.random.default_rng(2).choice(["the", "other", "thing", "in", "an"], (40, 30))
     text.write_text("".join(json.dumps({"text": " ".join(row)}) + "\n" for row in words))
@@ -81,8 +80,8 @@ def test_it_is_trained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.slow
-def test_a_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The same weights in it give the same text, and commands know it."""
+def test_new_checkpoint_format_is_loaded_and_inspected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Equal weights in the new format give equal text."""
     config, arrays = support.family_of("mimo").tiny()
     plain = write_model(tmp_path / "plain", config, arrays)
     packed = write_model(tmp_path / "packed", config, Arrays())
@@ -95,7 +94,7 @@ def test_a_format(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("version", "flag"), [("2.1", "--draft-depth"), ("1.9", "--speculate")])
-def test_a_launcher(version: str, flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_new_launcher(version: str, flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = write_model(tmp_path / "model", *support.family_of("mimo").tiny())
     words = ["launch", "acme-serve", str(model), "--dry-run", "--engine-version", version, "--depth", "2"]
     assert main([*words, "--gpus", "h100x1"]) == 0
@@ -107,7 +106,7 @@ def test_a_launcher(version: str, flag: str, tmp_path: Path, capsys: pytest.Capt
 
 
 def events(text: str, tools: str | None, reasoning: str | None = None) -> list[Any]:
-    """The same for every place where the text may be split."""
+    """Events of `text`, checked to be equal for every split."""
     seen = []
     for cut in range(len(text)):
         parser = make_parser(tools, [], reasoning)
@@ -116,16 +115,16 @@ def events(text: str, tools: str | None, reasoning: str | None = None) -> list[A
     return seen[0]
 
 
-def test_a_tool_format() -> None:
+def test_new_tool_format() -> None:
     text = 'So:\n<call get_weather {"city": "Oslo"}> and <call now'
-    told = [Content("So:"), ToolCall(0, "get_weather"), Arguments(0, '{"city": "Oslo"}')]
-    assert events(text, "angle")[:3] == told
-    assert events('<call get_weather {"city": "Oslo"}>', "angle") == told[1:]
+    expected = [Content("So:"), ToolCall(0, "get_weather"), Arguments(0, '{"city": "Oslo"}')]
+    assert events(text, "angle")[:3] == expected
+    assert events('<call get_weather {"city": "Oslo"}>', "angle") == expected[1:]
     assert events("<call >no", "angle") == [Content("<call >no")]
     assert format_in("{{ '<call ' + name }}", "tool_formats") == "angle"
 
 
-def test_a_reasoning_format() -> None:
+def test_new_reasoning_format() -> None:
     text = '[notes]\nCold there?\n[/notes]\n\n<call get_weather {"city": "Oslo"}>'
     call = [ToolCall(0, "get_weather"), Arguments(0, '{"city": "Oslo"}')]
     assert events(text, "angle", "notes") == [Reasoning("Cold there?"), *call]

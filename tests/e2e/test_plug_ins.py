@@ -1,4 +1,4 @@
-"""Plug-ins that take more than an example: each one file of tests/plug_ins, found by its name, with no other edit."""
+"""Drafter plug-ins of tests/plug_ins, beyond the examples of docs/extend."""
 
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -28,7 +28,7 @@ def plug_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @cache
 def folder_of(family: str) -> Path:
-    """A small model of three layers, on disk; all have the same vocabulary."""
+    """The folder of a tiny model of a family; all have the same vocabulary."""
     return write_model(new_folder(), *family_of(family).tiny())
 
 
@@ -54,7 +54,7 @@ def plain(backend: str, temperature: float) -> Any:
 @pytest.mark.parametrize("settings", [
     {}, {"max_num_batched_tokens": 7}, {"kv_blocks": 10}, {"depth": "auto"},
 ], ids=["plain", "chunks", "preempted", "auto"])  # fmt: skip
-def test_the_text_is_that_of_plain_decoding(backend: str, drafter: str, settings: dict[str, Any]) -> None:
+def test_drafted_text_equals_plain_decoding(backend: str, drafter: str, settings: dict[str, Any]) -> None:
     for temperature in (0.9,) if settings else (0.0, 0.9):
         drafted, engine = outputs(backend, temperature, **{"drafter": drafter, "depth": 3, **settings})
         assert drafted == plain(backend, temperature)
@@ -63,19 +63,19 @@ def test_the_text_is_that_of_plain_decoding(backend: str, drafter: str, settings
 
 
 @pytest.mark.parametrize("backend", EXACT)
-def test_a_second_model_like_the_first_is_always_right(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drafts_of_an_identical_second_model_are_always_accepted(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACME_SECOND_MODEL", str(folder_of("llama")))
     engine = make(trunk(backend), drafter="acme_second", depth=3, backend=backend, dtype=EXACT[backend], block_size=16)
     prompts = [prompt_of(30, 1), prompt_of(30, 1)[:20] + prompt_of(25, 2), prompt_of(30, 1)]
-    for i, prompt in enumerate(prompts):  # the later ones find the first one's blocks, filled by both networks
+    for i, prompt in enumerate(prompts):  # later prompts reuse the first one's blocks, filled by both networks
         run(engine, [request(prompt, name=f"r{i}", max_tokens=24, temperature=0.8 * (i % 2), stops=())])
     assert engine.scheduler.prefix_hits > 0
     assert engine.stats.drafted > 40
     assert engine.stats.accepted == engine.stats.drafted
 
 
-def test_a_block_is_one_pass_and_catches_up_once() -> None:
-    """One pass of the drafter's own network for a draft of any depth, and none again over what it has seen."""
+def test_block_drafter_needs_one_pass_per_draft() -> None:
+    """A draft of any depth takes one pass of the drafter's network. Each context token is processed once."""
     engine = make(trunk("reference"), drafter="acme_block", depth=3, enable_prefix_caching=False)
     passes = record_passes(engine)
     prompt = prompt_of(21, 3)
@@ -84,12 +84,12 @@ def test_a_block_is_one_pass_and_catches_up_once() -> None:
     blocks = [rows for name, rows in passes if name == "block"]
     features = sum(rows for name, rows in passes if name == "features")
     assert all(rows <= 4 for rows in blocks)
-    assert len(blocks) == sum(name == FORWARD for name, _ in passes) - 2  # the last token but one needs no draft either
+    assert len(blocks) == sum(name == FORWARD for name, _ in passes) - 2  # the last two tokens need no draft
     assert len(prompt) <= features <= len(prompt) + tokens
 
 
-def test_logits_of_a_tree_are_those_of_its_branches() -> None:
-    """Rows of a tree in one trunk pass, against each branch as a chain: bit for bit on `native`."""
+def test_logits_of_a_tree_equal_those_of_its_branches() -> None:
+    """Rows of a tree in one trunk pass compared with each branch as a chain; bit for bit on `native`."""
     for backend in EXACT:
         settings: dict[str, Any] = {"backend": backend, "dtype": EXACT[backend], "block_size": 16, "drafter": "none"}
         engine = make(trunk(backend), **settings)

@@ -1,4 +1,4 @@
-"""A weight quantization from one file, the text of docs/extend: loaded, inspected, exported and planned."""
+"""The weight quantization of docs/extend as a plug-in file: loading, inspect, plan, export."""
 
 import json
 from collections.abc import Iterator
@@ -31,8 +31,8 @@ def ladder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def both(path: Path) -> tuple[Path, Path]:
-    """A tiny model with an MTP head whose matrices are stored so, and the same values written plainly."""
+def quantized_and_plain(path: Path) -> tuple[Path, Path]:
+    """A tiny model with an MTP head, with quantized matrices and with the same values in bfloat16."""
     config, arrays = family_of("mimo").tiny()
     rng, stored, plain = np.random.default_rng(4), Arrays(), Arrays()
     for name, array in arrays.items():
@@ -54,11 +54,10 @@ def document(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
     return dict(json.loads(captured.out))
 
 
-def test_it_is_loaded(ladder: None, tmp_path: Path) -> None:
-    """Logits, and the text with the head, are those of the same values written plainly."""
+def test_quantized_model_equals_the_plain_one(ladder: None, tmp_path: Path) -> None:
     params = SamplingParams(max_tokens=12, logprobs=5, ignore_eos=True)
     seen = []
-    for folder in both(tmp_path):
+    for folder in quantized_and_plain(tmp_path):
         done = LLM(str(folder), EngineConfig(threads=1, kv_blocks=40, drafter="mtp", depth=2)).generate(
             ["the"], params
         )[0]
@@ -67,8 +66,8 @@ def test_it_is_loaded(ladder: None, tmp_path: Path) -> None:
     assert seen[0] == seen[1]
 
 
-def test_it_is_inspected_and_planned(ladder: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    stored, plain = both(tmp_path)
+def test_inspect_and_plan_know_the_format(ladder: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stored, plain = quantized_and_plain(tmp_path)
     data, expected = document(capsys, "inspect", str(stored)), document(capsys, "inspect", str(plain))
     assert data["heads"]["verdict"] == "alive"
     assert data["heads"]["modules"] == expected["heads"]["modules"]
@@ -79,10 +78,10 @@ def test_it_is_inspected_and_planned(ladder: None, tmp_path: Path, capsys: pytes
     assert planned["model"]["weights"] == asked["model"]["weights"] == "ladder"
 
 
-def test_it_is_exported(ladder: None, tmp_path: Path) -> None:
-    """The draft that another engine gets holds bfloat16, the same as from the plain one."""
+def test_export_of_a_quantized_head_equals_the_plain_one(ladder: None, tmp_path: Path) -> None:
+    """Exported drafts hold equal bfloat16 tensors."""
     tensors = []
-    for folder in both(tmp_path):
+    for folder in quantized_and_plain(tmp_path):
         assert main(["export", str(folder), "-o", str(folder) + "-draft"]) == 0
         tensors.append(read_file(Path(str(folder) + "-draft") / "mtp_layer_parameters.safetensors"))
     assert tensors[0].keys() == tensors[1].keys()
@@ -90,9 +89,9 @@ def test_it_is_exported(ladder: None, tmp_path: Path) -> None:
         assert (tensor.dtype, tensor.data.tobytes()) == (tensors[1][name].dtype, tensors[1][name].data.tobytes()), name
 
 
-def test_without_its_file_it_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nothing is guessed: one line names it."""
-    stored, _ = both(tmp_path)
+def test_unknown_quantization_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without the plug-in file, a one-line error names the quantization."""
+    stored, _ = quantized_and_plain(tmp_path)
     with pytest.raises(ModelError, match="unknown quantization"):
         registry.find("quantizations", "ladder")
     assert main(["generate", str(stored), "--prompt", "a"]) == 2

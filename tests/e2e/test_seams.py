@@ -1,4 +1,4 @@
-"""A drafter and a family from one file each, as docs/extend has them; and that it has one of each kind."""
+"""Drafter and model family of docs/extend as plug-in files; an example for every kind."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,8 +43,8 @@ def test_every_kind_has_an_example() -> None:
 
 
 @pytest.mark.parametrize("kind", TUTORIALS)
-def test_they_are_found_by_their_file_names(kind: registry.KindName, tmp_path: Path) -> None:
-    """With the file on the search path, and no longer after it."""
+def test_plug_ins_are_found_by_their_file_names(kind: registry.KindName, tmp_path: Path) -> None:
+    """A plug-in is available only while its folder is on the search path."""
     name = Path(example(kind)[0]).stem
     with plugged_in(tmp_path, kind):
         assert name in registry.available(kind)
@@ -54,7 +54,7 @@ def test_they_are_found_by_their_file_names(kind: registry.KindName, tmp_path: P
         registry.find(kind, name)
 
 
-def test_flags_know_them(tmp_path: Path) -> None:
+def test_drafter_flag_accepts_the_plug_in(tmp_path: Path) -> None:
     with plugged_in(tmp_path, "drafters"):
         assert EngineConfig(drafter="repeat_last").drafter == "repeat_last"
     with pytest.raises(UsageError, match="--drafter is 'repeat_last', which is unknown"):
@@ -64,7 +64,7 @@ def test_flags_know_them(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
 @pytest.mark.parametrize("drafter", ["repeat_last", "mtp", "ngram", "auto"])
-def test_the_new_family_runs_exactly_with_every_drafter(acme: Path, drafter: str, temperature: float) -> None:
+def test_new_family_is_exact_with_every_drafter(acme: Path, drafter: str, temperature: float) -> None:
     model = load_model(str(acme), EngineConfig(dtype="float64", threads=1))
     expected, _ = texts(model, temperature, drafter="none", max_num_seqs=1)
     found, llm = texts(model, temperature, drafter=drafter, depth=4)
@@ -75,24 +75,24 @@ def test_the_new_family_runs_exactly_with_every_drafter(acme: Path, drafter: str
 
 
 @pytest.mark.slow
-def test_the_new_drafter_runs_on_other_families(folders: None) -> None:
-    """What a sequence keeps is all that they differ in: keys and values, latents, states, compressed blocks."""
+def test_new_drafter_is_exact_with_other_families(folders: None) -> None:
+    """The families differ in their caches: keys and values, latents, recurrent states, compressed blocks."""
     for family in ("llama", "deepseek_v3", "qwen3_next", "deepseek_v4"):
         model = tiny_model(family)
         assert texts(model, 0.9, drafter="repeat_last")[0] == texts(model, 0.9, drafter="none")[0]
 
 
-def test_the_new_drafter_is_right_where_the_text_repeats(acme: Path) -> None:
+def test_new_drafter_is_accepted_in_repetitive_text(acme: Path) -> None:
     model = load_model(str(acme), EngineConfig(dtype="float64", threads=1))
     llm = LLM(model, EngineConfig(**{**SMALL, "dtype": "float64", "drafter": "repeat_last", "depth": 3}))
     done = llm.generate(["x"], SamplingParams(max_tokens=40, logit_bias={88: 100.0}))[0]
     assert done.token_ids == [88] * 40
     assert done.speculation.acceptance_rate == 1
-    assert done.speculation.passes == 11  # the prompt's, then four tokens each but for the last
+    assert done.speculation.passes == 11  # one for the prompt, then four tokens each except for the last
 
 
-def test_the_new_trunk_is_the_one_it_says(acme: Path) -> None:
-    """Llama with q and k norms is what another family has: the same weights under its names give the same text."""
+def test_new_family_equals_qwen3_with_renamed_weights(acme: Path) -> None:
+    """The new trunk is Llama with q and k norms, as Qwen3: renamed weights give the same text."""
     config, arrays = family_of("acme").tiny()
     renamed: Arrays = {
         name.replace("transformer.", "model."): array for name, array in arrays.items() if not name.startswith("draft.")
@@ -104,7 +104,7 @@ def test_the_new_trunk_is_the_one_it_says(acme: Path) -> None:
 
 
 @pytest.mark.slow
-def test_commands_take_them(acme: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_verify_accepts_plug_ins(acme: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("\n".join(PROMPTS))
     engine = ["--dtype", "float64", "--threads", "1", "--kv-blocks", "40"]
@@ -113,7 +113,7 @@ def test_commands_take_them(acme: Path, capsys: pytest.CaptureFixture[str], tmp_
     assert "differences 0" in capsys.readouterr().out
 
 
-def test_a_drafter_that_drafts_more_than_asked_is_a_bug(folders: None, acme: Path, tmp_path: Path) -> None:
+def test_drafting_more_than_requested_is_an_assertion_error(folders: None, acme: Path, tmp_path: Path) -> None:
     (tmp_path / "eager.py").write_text(example("drafters")[1].replace("] * request.depth", "] * (request.depth + 1)"))
     with registry.search_path("drafters", tmp_path):
         llm = LLM(str(acme), EngineConfig(**SMALL, drafter="eager", depth=3))

@@ -1,5 +1,5 @@
 """Texts on which tokenizers differ: classes of characters, digits, spaces, newlines, contractions, emoji, names of
-special tokens. Composed characters only: whether a tokenizer composes them first is a question of its own."""
+special tokens. All characters are composed, as tokenizers differ in Unicode normalization."""
 
 HARD = (
     "", " ", "  ", "\t", "\n", "\n\n\n", " \n \r\n\t x", "a\u00a0b\u2003c\u3000d\u200be\ufeff", "Hello world",

@@ -1,4 +1,4 @@
-"""Chat templates: the helpers models rely on, and errors that say whose fault it is."""
+"""Chat templates: rendering, helper functions, errors, sandbox, sources of templates."""
 
 import json
 from datetime import datetime
@@ -15,7 +15,7 @@ MESSAGES = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{
 SIMPLE = MESSAGES + "{% if add_generation_prompt %}[a]{% endif %}"
 
 
-def test_render() -> None:
+def test_render_with_and_without_generation_prompt() -> None:
     template = ChatTemplate(SIMPLE, {"bos_token": "<s>"})
     assert template.render(USER) == "<s>[user]hé <b>[a]"
     assert template.render(USER, add_generation_prompt=False) == "<s>[user]hé <b>"
@@ -30,11 +30,11 @@ def test_render() -> None:
     ("{{ thinking }}{{ tools is none }}{{ documents is none }}", "onTrueTrue"),
     ("{% set ns = namespace(x=1) %}{% set ns.x = 2 %}{{ ns.x }}", "2"),
 ])  # fmt: skip
-def test_helpers(source: str, text: str) -> None:
+def test_helpers_of_templates(source: str, text: str) -> None:
     assert ChatTemplate(source).render(USER, variables={"thinking": "on"}) == text
 
 
-def test_refusals_are_the_users_and_failures_the_models() -> None:
+def test_raise_exception_is_a_usage_error_and_other_failures_are_model_errors() -> None:
     with pytest.raises(UsageError, match="roles must alternate"):
         ChatTemplate("{{ raise_exception('roles must alternate') }}").render(USER)
     for source in ("{{ messages[0].content + 1 }}", "{{ 1 / 0 }}", "{{ messages.append(1) }}", "{{ x.y.z }}"):
@@ -44,13 +44,13 @@ def test_refusals_are_the_users_and_failures_the_models() -> None:
         ChatTemplate("{% if %}")
 
 
-def test_the_sandbox_holds() -> None:
+def test_sandbox_blocks_unsafe_access() -> None:
     for source in ("{{ messages.__class__.__mro__[1].__subclasses__() }}", "{{ cycler.__init__.__globals__ }}"):
         with pytest.raises(ModelError, match=r"SecurityError|unsafe"):
             ChatTemplate(source).render(USER)
 
 
-def test_named_templates() -> None:
+def test_template_for_tools_is_chosen_by_name() -> None:
     template = ChatTemplate({"default": "plain", "tool_use": "tools {{ tools | length }}"})
     assert template.render(USER) == "plain"
     assert template.render(USER, tools=[{"name": "f"}]) == "tools 1"
@@ -74,7 +74,7 @@ def test_from_directory(tmp_path: Path) -> None:
         ChatTemplate.from_directory(tmp_path)
 
 
-def test_a_byte_order_mark_is_not_in_the_prompt(tmp_path: Path) -> None:
+def test_byte_order_mark_is_dropped(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}", encoding="utf-8-sig")
     template = ChatTemplate.from_directory(tmp_path)
     assert template and template.render([{"role": "user", "content": "hello"}]) == "hello"
@@ -87,7 +87,7 @@ def test_from_gguf() -> None:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_a_template_by_name_ends_its_answers(name: str) -> None:
+def test_builtin_template_declares_its_turn_end(name: str) -> None:
     template = ChatTemplate.from_name(name).with_tokens({"bos_token": "<s>"})
     first = template.render(USER)
     assert first.startswith("<s>") and USER[0]["content"] in first
@@ -95,7 +95,7 @@ def test_a_template_by_name_ends_its_answers(name: str) -> None:
     assert more.partition("Fine.")[2].startswith(template.turn_end)
 
 
-def test_a_template_from_a_file(tmp_path: Path) -> None:
+def test_template_from_a_file(tmp_path: Path) -> None:
     (file := tmp_path / "t.jinja").write_text(SIMPLE)
     assert ChatTemplate.from_name(str(file)).turn_end == ""
     with pytest.raises(UsageError, match="--chat-template: cannot read none: No such file"):
@@ -111,7 +111,7 @@ def test_a_template_from_a_file(tmp_path: Path) -> None:
     ("{% for m in messages %}{{ raise_exception('no') }}{% endfor %}{{ messages[0].content }}", "refuses"),
     ("{% for m in messages %}{{ m.content if m.content is string else m.content[0].text }}{% endfor %}", "Hi"),
 ])  # fmt: skip
-def test_templates_that_want_lists_of_parts_get_them(source: str, content: str) -> None:
+def test_content_is_passed_as_text_or_parts_as_the_template_expects(source: str, content: str) -> None:
     if content == "refuses":
         with pytest.raises(UsageError, match=content):
             ChatTemplate(source).render([{"role": "user", "content": "Hi"}])

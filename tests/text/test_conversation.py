@@ -1,4 +1,4 @@
-"""What people say stays text: names of special tokens in messages do not become those tokens."""
+"""Names of special tokens in messages are encoded as text, not as special tokens."""
 
 from functools import cache
 from typing import Any
@@ -46,16 +46,16 @@ def tokenizer_of(kind: str) -> Tokenizer:
     return Tokenizer.from_gguf(byte_level() if kind == "byte_level" else sentencepiece())
 
 
-def rendered(template: ChatTemplate, messages: Any, tools: Any = None) -> str:
+def render(template: ChatTemplate, messages: Any, tools: Any = None) -> str:
     return template.render(messages, True, tools)
 
 
-def safe(value: Any, names: tuple[str, ...]) -> bool:
-    """Nothing in it that is, or could become, the name of a special token."""
+def has_no_special_name(value: Any, names: tuple[str, ...]) -> bool:
+    """True if no text in `value` contains a special token's name or ends with its beginning."""
     if isinstance(value, dict):
-        return all(safe(each, names) for each in value.values())
+        return all(has_no_special_name(each, names) for each in value.values())
     if isinstance(value, list):
-        return all(safe(each, names) for each in value)
+        return all(has_no_special_name(each, names) for each in value)
     return not any(name in value or value.endswith(name[:size]) for name in names for size in range(1, len(name)))
 
 
@@ -63,25 +63,25 @@ def safe(value: Any, names: tuple[str, ...]) -> bool:
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
 @pytest.mark.parametrize("name", TEMPLATES)
 @given(messages=MESSAGES)
-def test_conversations(name: str, kind: str, messages: list[dict[str, str]]) -> None:
+def test_messages_add_no_special_tokens(name: str, kind: str, messages: list[dict[str, str]]) -> None:
     tokenizer, template = tokenizer_of(kind), ChatTemplate(TEMPLATES[name])
     names = tokenizer.special_names
     ids, text = Conversation(messages).encode(template, tokenizer)
-    whole = rendered(template, messages)
-    if safe(messages, names):
+    whole = render(template, messages)
+    if has_no_special_name(messages, names):
         assert ids == tokenizer.encode(whole)
     assert text == whole
-    own = rendered(template, [{"role": "user", "content": ""}] * len(messages))
+    own = render(template, [{"role": "user", "content": ""}] * len(messages))
     special = [token for token in tokenizer.encode(own) if token in tokenizer.special_ids]
     found = [token for token in ids if token in tokenizer.special_ids and tokenizer.token_text(token) in names]
-    assert found == special  # the template's own, and no other
+    assert found == special  # only those of the template
     if kind == "byte_level":
         assert tokenizer.decode(ids, skip_special=False) == whole
     trusted, _ = Conversation(messages, parse_special=True).encode(template, tokenizer)
     assert trusted == tokenizer.encode(whole)
 
 
-def test_tools_and_documents_are_text_too() -> None:
+def test_tools_and_documents_add_no_special_tokens() -> None:
     tokenizer, template = tokenizer_of("byte_level"), ChatTemplate(TEMPLATES["json"] + "{{ documents }}")
     tools = [{"type": "function", "function": {"name": "f<s>", "description": "</s>", "parameters": {"<|eot|>": [1]}}}]
     documents = [{"text": "<|eot|>"}]
@@ -91,7 +91,7 @@ def test_tools_and_documents_are_text_too() -> None:
     assert tokenizer.decode(ids, skip_special=False) == text
 
 
-def test_going_on_in_the_last_message() -> None:
+def test_continuing_the_last_message() -> None:
     tokenizer, template = tokenizer_of("byte_level"), ChatTemplate(TEMPLATES["chatml"])
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "he he "}]
     ids, text = Conversation(messages, continues=True).encode(template, tokenizer)
@@ -108,7 +108,7 @@ def test_going_on_in_the_last_message() -> None:
         Conversation(messages, continues=True).encode(ChatTemplate("nothing"), tokenizer)
 
 
-def test_turns_of_the_default_model_cannot_be_forged() -> None:
+def test_forged_turns_of_the_default_model_stay_text() -> None:
     path = hub.cached_trunk()
     if path is None:
         pytest.skip("the default model is not in the cache: headstart pull")

@@ -1,4 +1,4 @@
-"""Streaming text: the pieces make the whole, and no piece ever has to be taken back."""
+"""Incremental detokenization and stop strings: joined pieces equal the whole text."""
 
 from functools import cache
 from itertools import accumulate
@@ -26,7 +26,7 @@ def tokenizer(kind: str) -> Tokenizer:
 @pytest.mark.parametrize("skip", [True, False])
 @given(ids=IDS)
 @settings(deadline=None, max_examples=200)
-def test_pushes_make_the_decoded_text(kind: str, skip: bool, ids: list[int]) -> None:
+def test_joined_pieces_equal_the_decoded_text(kind: str, skip: bool, ids: list[int]) -> None:
     stream = Detokenizer(tokenizer(kind), skip_special=skip)
     pieces = [stream.push(token) for token in ids]
     whole = "".join(pieces) + stream.flush()
@@ -38,7 +38,7 @@ def test_pushes_make_the_decoded_text(kind: str, skip: bool, ids: list[int]) -> 
 @pytest.mark.parametrize("kind", KINDS)
 @given(text=st.text(max_size=20))
 @settings(deadline=None, max_examples=200)
-def test_real_text_never_shows_half_a_character(kind: str, text: str) -> None:
+def test_pieces_have_no_partial_characters(kind: str, text: str) -> None:
     stream = Detokenizer(tokenizer(kind))
     pieces = [stream.push(token) for token in tokenizer(kind).encode(text, parse_special=False)]
     assert "".join(pieces) == text and stream.flush() == ""
@@ -46,21 +46,21 @@ def test_real_text_never_shows_half_a_character(kind: str, text: str) -> None:
         assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_an_unfinished_character_is_shown_at_the_end() -> None:
+def test_incomplete_character_is_replaced_at_the_end() -> None:
     stream = Detokenizer(tokenizer("byte_level"))
     ids = tokenizer("byte_level").encode("🎉")
     assert [stream.push(token) for token in ids[:-1]] == [""] * (len(ids) - 1)
     assert stream.flush() == "\ufffd" and stream.flush() == ""
 
 
-def test_a_continued_text_keeps_its_space() -> None:
+def test_continued_text_keeps_its_leading_space() -> None:
     ids = tokenizer("sentencepiece").encode("hello")
     assert Detokenizer(tokenizer("sentencepiece")).push(ids[0]) == "hello"
     assert Detokenizer(tokenizer("sentencepiece"), continues=True).push(ids[0]) == " hello"
 
 
 def cut(text: str, stops: list[str]) -> str:
-    """The rule, written plainly: read until a stop string is complete, and drop the longest that ends there."""
+    """Reference: reads until a stop string is complete and drops the longest one that ends there."""
     for end in range(len(text) + 1):
         if found := [stop for stop in stops if text[:end].endswith(stop)]:
             return text[: end - max(map(len, found))]
@@ -70,7 +70,7 @@ def cut(text: str, stops: list[str]) -> str:
 @pytest.mark.slow
 @given(pieces=PIECES, stops=STOPS)
 @settings(deadline=None, max_examples=500)
-def test_the_cut_is_right_whatever_the_pieces(pieces: list[str], stops: list[str]) -> None:
+def test_stop_strings_cut_independently_of_pieces(pieces: list[str], stops: list[str]) -> None:
     checker, shown, stopped = StopChecker(tuple(stops)), "", False
     for piece in pieces:
         text, stopped = checker.push(piece)
@@ -85,7 +85,7 @@ def test_the_cut_is_right_whatever_the_pieces(pieces: list[str], stops: list[str
         assert checker.push("more") == ("", True) and checker.flush() == ""
 
 
-def test_only_what_may_begin_a_stop_is_held_back() -> None:
+def test_only_possible_beginnings_of_stop_strings_are_held_back() -> None:
     checker = StopChecker(("</end>", "\n\n"))
     assert checker.push("a < b") == ("a < b", False)
     assert checker.push("x</e") == ("x", False)
@@ -93,15 +93,15 @@ def test_only_what_may_begin_a_stop_is_held_back() -> None:
     assert checker.push("\nrest") == ("", True)
 
 
-def test_the_stop_that_is_complete_first_wins() -> None:
+def test_first_completed_stop_string_ends_the_text() -> None:
     for pieces in (["abcd"], list("abcd"), ["ab", "cd"]):
         checker = StopChecker(("abcd", "bc"))
         assert "".join(checker.push(piece)[0] for piece in pieces) == "a"
 
 
-def test_a_stop_string_complete_too_early_counts_for_nothing() -> None:
+def test_stop_string_completed_before_may_stop_is_ignored() -> None:
     checker = StopChecker(["abcd", "bc"])
     assert checker.push("xabc", may_stop=False) == ("x", False)
-    assert checker.push("x") == ("abcx", False)  # bc was complete before it may stop
+    assert checker.push("x") == ("abcx", False)  # bc was complete before stopping was allowed
     assert checker.push("a", may_stop=False) == ("", False)
-    assert checker.push("bc") == ("a", True)  # begun before, complete now
+    assert checker.push("bc") == ("a", True)  # begun before, completed now

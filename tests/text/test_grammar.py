@@ -1,4 +1,4 @@
-"""Constraints of generated text: random walks over the masks, going back, masks of drafts, errors."""
+"""Grammar constraints: random walks over the masks, rollback, masks of drafts, forced tokens, errors."""
 
 import json
 import re
@@ -22,7 +22,7 @@ from headstart.text.grammar import GrammarCompiler, GrammarSpec, GrammarState, M
 from headstart.text.grammar_limits import LIMITS
 from headstart.text.tokenizer import Tokenizer
 
-PADDING = 45  # ids of the logits beyond the tokenizer's
+PADDING = 45  # logits beyond the tokenizer's vocabulary
 
 
 class Pet(BaseModel):
@@ -101,7 +101,7 @@ def ids(mask: Mask) -> list[int]:
 
 
 def walk(state: GrammarState, name: str, seed: int, steps: int = 600) -> list[int]:
-    """Any allowed token until the end, which is taken where it may be; texts close themselves before long."""
+    """Random allowed tokens until the end. Closing tokens become more likely, so that walks end."""
     random, tokens = np.random.default_rng(seed), list[int]()
     ends, closers = compiler(name).end_ids, closing_ids(name)
     while not state.done:
@@ -175,7 +175,7 @@ def test_sentencepiece_with_two_ids_for_one_byte() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(SPECS), st.integers(0, 2**32), st.integers(0, 40), st.integers(0, 40))
-def test_going_back_and_copies(spec: GrammarSpec, seed: int, ahead: int, back: int) -> None:
+def test_rollback_and_copies_keep_the_masks(spec: GrammarSpec, seed: int, ahead: int, back: int) -> None:
     state, random = start(spec), np.random.default_rng(seed)
     seen, tokens = [state.mask()], list[int]()
     for _ in range(ahead):
@@ -197,7 +197,7 @@ def test_going_back_and_copies(spec: GrammarSpec, seed: int, ahead: int, back: i
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(SPECS), st.integers(0, 2**32), st.integers(0, 30), st.lists(st.integers(0, 299), max_size=3))
-def test_masks_of_a_draft(spec: GrammarSpec, seed: int, ahead: int, rest: list[int]) -> None:
+def test_masks_of_a_draft_equal_those_of_steps(spec: GrammarSpec, seed: int, ahead: int, rest: list[int]) -> None:
     state, random = start(spec), np.random.default_rng(seed)
     for _ in range(ahead):
         assert state.advance(int(random.choice(ids(state.mask()))))
@@ -227,7 +227,7 @@ def test_masks_of_a_draft(spec: GrammarSpec, seed: int, ahead: int, rest: list[i
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(SPECS), st.integers(0, 2**32), st.integers(0, 30), st.integers(1, 16))
-def test_forced_tokens_are_alone_in_their_masks(spec: GrammarSpec, seed: int, ahead: int, limit: int) -> None:
+def test_forced_tokens_are_the_only_allowed_ones(spec: GrammarSpec, seed: int, ahead: int, limit: int) -> None:
     state, random = start(spec), np.random.default_rng(seed)
     for _ in range(ahead):
         assert state.advance(int(random.choice(ids(state.mask()))))
@@ -240,19 +240,19 @@ def test_forced_tokens_are_alone_in_their_masks(spec: GrammarSpec, seed: int, ah
         assert len(ids(state.mask())) > 1 or state.done
 
 
-def test_forced_text_is_spelled_as_the_tokenizer_does() -> None:
+def test_forced_text_has_the_tokenizers_ids() -> None:
     spec = GrammarSpec("choice", ["in the other thing"])
     assert start(spec).forced() == tiny().encode("in the other thing")
 
 
-def test_special_tokens_around_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_special_tokens_in_the_prefix_of_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_spec, "CALL_PREFIX", "<|im_start|>call ")
     state = start(GrammarSpec("tools", ToolCalls(TOOLS, name="weather_now")))
     assert state.forced()[:6] == [1, *tiny().encode("call ")]
-    assert not start(GrammarSpec("regex", "(.|\n)*")).advance(1)  # and no text can spell it
+    assert not start(GrammarSpec("regex", "(.|\n)*")).advance(1)  # text cannot contain a special token
 
 
-def test_end_of_text() -> None:
+def test_end_of_text_where_the_constraint_accepts() -> None:
     state = start(GrammarSpec("regex", "a|ab"))
     assert not state.advance(2) and not state.accepting
     (a, b) = tiny().encode("ab")
@@ -271,8 +271,8 @@ def test_end_of_text() -> None:
 
 
 @pytest.mark.parametrize("grammar", ['start: ("a" <[0]> "b") | "x"', 'start: "a" <[0-2]>', 'start: "x" | "a" <[2]>'])
-def test_end_of_text_ids_that_a_grammar_names(grammar: str) -> None:
-    """They would end the text, so they are allowed where it may end only: what mask allows, advance takes."""
+def test_end_of_text_ids_in_a_grammar(grammar: str) -> None:
+    """End-of-text ids are allowed only where the text may end. `advance` accepts every allowed token."""
     state = start(GrammarSpec("grammar", grammar))
     assert state.advance(*tiny().encode("a"))
     for token in ids(state.mask()):
@@ -283,8 +283,8 @@ def test_end_of_text_ids_that_a_grammar_names(grammar: str) -> None:
     assert not state.error and state.mask().any()
 
 
-def test_special_tokens_are_allowed_where_they_are_taken() -> None:
-    """The library spells them in bytes of its own, which a complement matches; its steps take none of them there."""
+def test_special_tokens_allowed_by_the_mask_are_accepted() -> None:
+    """llguidance encodes special tokens in marker bytes. A complement matches these bytes; its steps refuse them."""
     state, draw = (
         start(GrammarSpec("grammar", 'start: /[a-z]*/+ | ~("x"+ & "y"+)\nr1: <[*]>\n')),
         np.random.default_rng(0),
@@ -297,18 +297,18 @@ def test_special_tokens_are_allowed_where_they_are_taken() -> None:
     assert start(GrammarSpec("grammar", "start: <[1]>")).advance(1)
 
 
-def test_ids_that_do_not_exist_are_refused() -> None:
+def test_invalid_ids_are_refused() -> None:
     state = start(GrammarSpec("regex", "(.|\n)*"))
     for token in (-1, 1, tiny().vocab_size, tiny().vocab_size + PADDING - 1, 10**6):
         assert not state.advance(token)
     allowed = ids(state.mask())
     assert max(allowed) < tiny().vocab_size and 1 not in allowed
     assert {0, 2, *tiny().encode("the x")} <= set(allowed)
-    assert tiny().encode("ü")[1] not in allowed  # no character begins with the second byte of one
+    assert tiny().encode("ü")[1] not in allowed  # a continuation byte cannot begin a character
 
 
-def test_a_dead_end_is_left_again() -> None:
-    """A tokenizer without the bytes of a character: after "a" nothing can follow."""
+def test_dead_end_is_an_error_until_rollback() -> None:
+    """The tokenizer lacks bytes of a character, so that no token can follow "x"."""
     small = GrammarCompiler(Tokenizer(tiny_tokenizer(131), eos_ids=[2]), 131)
     state = small.compile(GrammarSpec("choice", ["abc", "x日", "y"]))
     before, (dead,) = state.mask(), tiny().encode("x")
@@ -322,7 +322,7 @@ def test_a_dead_end_is_left_again() -> None:
     assert not state.error and state.advance(*tiny().encode("y")) and state.accepting
 
 
-def test_without_end_of_text_ids() -> None:
+def test_tokenizer_without_end_of_text_ids() -> None:
     compiled = GrammarCompiler(Tokenizer(tiny_tokenizer(300)), 320)
     state = compiled.compile(GrammarSpec("choice", ["ab"]))
     for token in state.forced():
@@ -330,7 +330,7 @@ def test_without_end_of_text_ids() -> None:
     assert state.done and state.accepting and not state.mask().any()
 
 
-def test_fewer_logits_than_the_tokenizer_has_ids() -> None:
+def test_fewer_logits_than_token_ids() -> None:
     compiled = GrammarCompiler(tiny(), 100)
     assert max(ids(compiled.compile(GrammarSpec("regex", ".*")).mask())) < 100
     with pytest.raises(UsageError, match="no text of this vocabulary"):
@@ -343,7 +343,7 @@ def test_unicode_in_strings() -> None:
     assert all(map(state.advance, tiny().encode(text))) and state.accepting
 
 
-def test_compiled_once() -> None:
+def test_equal_specs_share_one_compiled_grammar() -> None:
     compiled = GrammarCompiler(tiny(), 300)
     schema = Person.model_json_schema()
     first, second = (compiled.compile(GrammarSpec("json_schema", json.loads(json.dumps(schema)))) for _ in range(2))
@@ -378,7 +378,7 @@ def test_compiled_once() -> None:
     ("tools", ToolCalls([{"function": {"name": "f", "parameters": {"type": 3}}}]), "tools constraint is not valid"),
     ("tools", ToolCalls([{"function": {"name": "f", "parameters": 3}}]), "parameters of tool 'f' must be"),
 ])  # fmt: skip
-def test_bad_input(kind: Any, value: Any, message: str) -> None:
+def test_invalid_constraints_have_a_one_line_error(kind: Any, value: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         start(GrammarSpec(kind, value))
     assert "\n" not in caught.value.message

@@ -1,4 +1,4 @@
-"""What a constraint may cost: the process that tries it, limits, what is kept, and what is called light."""
+"""Limits of constraints: the compiler process, time and memory, cache, light constraints."""
 
 import os
 import random
@@ -48,7 +48,7 @@ def chained_rules(count: int) -> str:
 
 
 def chained_definitions(count: int, step: dict[str, Any]) -> dict[str, Any]:
-    """`step` holds the next definition where it says NEXT."""
+    """A chain of definitions: NEXT in `step` is replaced by a reference to the next one."""
 
     def put(node: Any, ref: str) -> Any:
         if node == "NEXT":
@@ -72,8 +72,8 @@ STEPS: list[dict[str, Any]] = [
     ("kind", "value"),
     [("grammar", chained_rules(3000))] + [("json_schema", chained_definitions(900, step)) for step in STEPS],
 )
-def test_chains_compile_or_are_refused(kind: Any, value: Any) -> None:
-    """On a stack of 2 MB each of them overflows, in the other process only; on the usual one they are fine."""
+def test_long_chains_compile_or_are_refused(kind: Any, value: Any) -> None:
+    """With a stack of 2 MB each chain overflows in the compiler process; with the usual stack it compiles."""
     spec = GrammarSpec(kind, value)
     with pytest.raises(UsageError, match="too complex: compiling it takes too much memory or too deep"):
         bounded().compile(spec)
@@ -103,7 +103,7 @@ def test_chains_compile_or_are_refused(kind: Any, value: Any) -> None:
         ("regex", "x" * 300_000, "characters"),
     ],
 )
-def test_what_costs_too_much_is_refused(kind: Any, value: Any, message: str) -> None:
+def test_too_expensive_constraints_are_refused(kind: Any, value: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         bounded().compile(GrammarSpec(kind, value))
     assert len(caught.value.message) < 500
@@ -118,11 +118,11 @@ def test_anyof_of_thousands_is_refused_with_the_reason() -> None:
 
 
 @pytest.mark.slow
-def test_many_choices() -> None:
+def test_many_choices_compile() -> None:
     texts = [f"choice number {i * 7919 % 100_003}" for i in range(20_000)]
     state = compiler("tiny").compile(GrammarSpec("choice", texts))
     assert all(map(state.advance, tiny().encode(texts[-1]))) and state.accepting
-    assert 2**20 < state.lexer.compiled_bytes < 2**24  # measured by the process that tried it
+    assert 2**20 < state.lexer.compiled_bytes < 2**24  # measured by the compiler process
 
 
 TRICKY = st.text(alphabet=st.sampled_from('abAB \n\t"\\/.*+?()[]{}|^$#&-~<>_%@!\x00\x1b\x7f\x85é日🎉\u200b\u2028'))
@@ -131,7 +131,7 @@ TRICKY = st.text(alphabet=st.sampled_from('abAB \n\t"\\/.*+?()[]{}|^$#&-~<>_%@!\
 @pytest.mark.slow
 @settings(max_examples=60)
 @given(st.lists(TRICKY, min_size=1, max_size=6), st.randoms(use_true_random=False))
-def test_choices_are_as_if_each_were_a_literal(texts: list[str], draw: random.Random) -> None:
+def test_choices_equal_an_alternation_of_literals(texts: list[str], draw: random.Random) -> None:
     texts += [text + "b" for text in texts[:2]]
     made = compiler("tiny")
     literals = grammar_spec._lark({"start": " | ".join(map(grammar_spec._literal, texts))})
@@ -146,7 +146,7 @@ def test_choices_are_as_if_each_were_a_literal(texts: list[str], draw: random.Ra
     assert other.done and state.accepting == other.accepting
 
 
-def test_the_beginning_of_a_forced_text_is_spelled_as_in_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_beginning_of_a_forced_text_has_the_ids_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "the other thing is there, and 1234 of them: " * 100
     for name in ("tiny", "sentencepiece"):
         vocabulary = LibraryVocabulary(tokenizer := compiler(name)._tokenizer, tokenizer.vocab_size, ())
@@ -158,8 +158,8 @@ def test_the_beginning_of_a_forced_text_is_spelled_as_in_the_whole(monkeypatch: 
 
 
 @pytest.mark.slow
-def test_kept_within_bytes_and_failures_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.text.grammar_state.LEXER_GROWTH", 0)  # estimated from seconds: another each run
+def test_cache_is_bounded_and_excludes_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.text.grammar_state.LEXER_GROWTH", 0)  # its estimate from seconds varies
     compiled = GrammarCompiler(tiny(), 300, replace(LIMITS, cached_bytes=2**20))
     for number in range(24):
         compiled.compile(GrammarSpec("choice", [f"{number} {i}" for i in range(200)]))
@@ -172,9 +172,8 @@ def test_kept_within_bytes_and_failures_not_at_all(monkeypatch: pytest.MonkeyPat
     assert list(compiled._cache._states) == kept
 
 
-def test_what_one_text_fills_does_not_end_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """States of the library's lexer are shared by all texts of a grammar, and so is its failure: the others, and what
-    only looked too far ahead, go on with a new one."""
+def test_full_lexer_of_one_text_does_not_end_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All texts of a grammar share a lexer. When it fails for one text, other texts and look-ahead use a new one."""
     monkeypatch.setattr("headstart.text.grammar_state.RESTART_SECONDS", PATIENCE)
     compiled = GrammarCompiler(tiny(), 300, replace(LIMITS, lexer_states=300))
     spec = GrammarSpec("regex", "(.*a.{40})+")
@@ -195,7 +194,7 @@ def test_what_one_text_fills_does_not_end_another(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-def test_the_process_is_alone_and_is_started_again() -> None:
+def test_compiler_process_inherits_no_sockets_and_is_restarted() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.set_inheritable(True)
         compiled = GrammarCompiler(tiny(), 300)
@@ -207,7 +206,7 @@ def test_the_process_is_alone_and_is_started_again() -> None:
     last = process_of(compiled)
     assert last.pid != process.pid
     del compiled
-    assert last.poll() is not None  # nobody needs it any more
+    assert last.poll() is not None  # ended with its last user
 
 
 def test_light_constraints_start_no_process() -> None:
@@ -231,7 +230,7 @@ time.sleep(60)
 
 
 @pytest.mark.slow
-def test_the_process_ends_with_its_owner() -> None:
+def test_compiler_process_ends_with_its_owner() -> None:
     tests = Path(__file__).parents[1]
     with subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True, cwd=tests) as owner:
         assert owner.stdout is not None
@@ -240,7 +239,7 @@ def test_the_process_ends_with_its_owner() -> None:
     until(lambda: not (status := Path(f"/proc/{pid}/stat")).exists() or status.read_text().split()[2] == "Z")
 
 
-def test_too_many_that_wait_are_told_so() -> None:
+def test_too_many_waiting_constraints_are_refused() -> None:
     compiled = GrammarCompiler(tiny(), 300, replace(LIMITS, waiting=1))
     waits = threading.Thread(target=lambda: compiled.compile(HEAVY))
     with compiled._quick.reserve():
@@ -262,7 +261,7 @@ def test_too_many_that_wait_are_told_so() -> None:
     ("regex", "[a-z]{3,8}", True), ("regex", "(a{9}){9}", False), ("regex", "a{1000}", False),
     ("grammar", 'start: "a" | "b"', True), ("grammar", "start: %json {}", False),
 ])  # fmt: skip
-def test_what_is_light(kind: Any, value: Any, light: bool) -> None:
+def test_light_constraints(kind: Any, value: Any, light: bool) -> None:
     spec = GrammarSpec(kind, value)
     assert is_light(kind, spec.plain, len(spec.key)) == light
 
@@ -272,8 +271,8 @@ SLOW_STEP = SLOW_LIGHT = 20.0
 """Seconds of a slow processor: of one mask or step, and of compiling what is called light."""
 
 
-def tried(made: GrammarCompiler, kind: Any, value: Any, rng: random.Random) -> str:
-    """Compile it and walk it: what is wrong (empty: nothing)."""
+def try_spec(made: GrammarCompiler, kind: Any, value: Any, rng: random.Random) -> str:
+    """Compiles and walks a constraint. Returns the problem, or ""."""
     try:
         spec = GrammarSpec(kind, ToolCalls(value) if kind == "tools" else value)
         light = is_light(kind, spec.plain, len(spec.key))
@@ -288,7 +287,7 @@ def tried(made: GrammarCompiler, kind: Any, value: Any, rng: random.Random) -> s
 
 
 def walk(state: GrammarState, rng: random.Random) -> str:
-    """Some steps, with looks ahead and going back. Returns what is wrong."""
+    """Walks some steps with look-ahead and rollback. Returns the problem, or ""."""
     masks: list[np.ndarray[Any, Any]] = []
     begun = time.process_time()
     for step in range(STEPS):
@@ -320,8 +319,8 @@ def walk(state: GrammarState, rng: random.Random) -> str:
 
 @pytest.mark.slow
 def test_random_constraints_are_walked_or_refused(fuzz: int) -> None:
-    """Whatever a mask allows is taken; going back leads to the same masks; a look ahead changes nothing."""
+    """Allowed tokens are accepted. Rollback restores the masks. Look-ahead changes nothing."""
     for number in range(120 * fuzz):
         draw = random.Random(number)
         kind, value = draw.choice(grammars.ORDINARY)(draw)
-        assert not (wrong := tried(compiler("tiny"), kind, value, draw)), f"{number} ({kind} {value!r:.200}): {wrong}"
+        assert not (wrong := try_spec(compiler("tiny"), kind, value, draw)), f"{number} ({kind} {value!r:.200}): {wrong}"

@@ -1,4 +1,4 @@
-"""Images: what their files say arrives as pixels, and files that say nonsense do no harm."""
+"""Image decoding: formats, modes, orientation, damaged files, limits of the decoder process."""
 
 import os
 import signal
@@ -26,18 +26,18 @@ def pixels_of(data: bytes) -> np.ndarray:
 @pytest.mark.parametrize(("kind", "options"), [
     ("PNG", {}), ("BMP", {}), ("TIFF", {}), ("PPM", {}), ("WEBP", {"lossless": True}),
 ])  # fmt: skip
-def test_formats_without_loss(kind: str, options: dict[str, Any]) -> None:
+def test_lossless_formats_keep_the_pixels(kind: str, options: dict[str, Any]) -> None:
     assert np.array_equal(pixels_of(file_of(IMAGE, kind, **options)), COLORS)
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "WEBP", "AVIF", "GIF"])
-def test_formats_with_loss(kind: str) -> None:
+def test_lossy_formats_nearly_keep_the_pixels(kind: str) -> None:
     data = file_of(Pillow.new("RGB", (9, 6), (200, 60, 20)), kind)
     assert np.abs(pixels_of(data).astype(int) - [200, 60, 20]).max() <= 8
 
 
-def test_modes() -> None:
-    """Palette, gray, 16 bits, CMYK, and what is transparent."""
+def test_color_modes_become_rgb() -> None:
+    """Gray, 16 bits, 1 bit, palette, CMYK and transparency."""
     gray = COLORS[..., 0]
     assert np.array_equal(pixels_of(file_of(Pillow.fromarray(gray)))[..., 2], gray)
     deep = np.arange(65536, dtype=np.uint16).reshape(256, 256)
@@ -58,20 +58,20 @@ def test_modes() -> None:
 @pytest.mark.parametrize(("orientation", "turn"), [
     (3, lambda a: a[::-1, ::-1]), (6, lambda a: np.rot90(a, -1)), (2, lambda a: a[:, ::-1]), (9, lambda a: a),
 ])  # fmt: skip
-def test_orientation(orientation: int, turn: Callable[[np.ndarray], np.ndarray]) -> None:
+def test_exif_orientation_is_applied(orientation: int, turn: Callable[[np.ndarray], np.ndarray]) -> None:
     exif = Pillow.Exif()
     exif[0x0112] = orientation
     assert np.array_equal(pixels_of(file_of(IMAGE, exif=exif)), turn(COLORS))
 
 
-def test_first_frame() -> None:
+def test_first_frame_of_an_animation() -> None:
     frames = [Pillow.new("RGB", (4, 4), color) for color in ("red", "blue")]
     for kind in ("GIF", "WEBP", "PNG"):
         data = file_of(frames[0], kind, save_all=True, append_images=frames[1:])
         assert (pixels_of(data)[..., 0] > 200).all(), kind
 
 
-def test_digest_is_of_size_and_pixels() -> None:
+def test_digest_depends_on_size_and_pixels() -> None:
     first, other_format = decode_image(file_of(IMAGE)), decode_image(file_of(IMAGE, "BMP"))
     assert first.digest == other_format.digest and len(first.digest) == 32
     assert Image.of(COLORS.reshape(9, 6, 3)).digest != first.digest
@@ -92,7 +92,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_files(name: str) -> None:
+def test_unreadable_files_are_refused(name: str) -> None:
     data, message = BAD[name]
     with pytest.raises(ImageError, match=message):
         decode_image(data)
@@ -103,14 +103,14 @@ def test_bad_files(name: str) -> None:
     (ImageLimits(seconds=0.05), "takes more than 0.05 s"),
     (ImageLimits(address_space=16 * 2**20), "too much memory"),
 ])  # fmt: skip
-def test_limits(limits: ImageLimits, message: str) -> None:
+def test_decoder_limits_time_and_memory(limits: ImageLimits, message: str) -> None:
     decoder = images._Decoder(limits)
     with pytest.raises(ImageError, match=message):
         decoder.decode(file_of(Pillow.new("L", (6000, 6000))))
     assert np.array_equal(decoder.decode(file_of(IMAGE)), COLORS)
 
 
-def test_a_process_that_has_ended_is_started_again() -> None:
+def test_killed_decoder_process_is_restarted() -> None:
     decoder = images._Decoder()
     decoder.decode(file_of(IMAGE))
     assert decoder._process is not None
@@ -118,7 +118,7 @@ def test_a_process_that_has_ended_is_started_again() -> None:
     assert np.array_equal(decoder.decode(file_of(IMAGE)), COLORS)
 
 
-def test_sources(tmp_path: Path) -> None:
+def test_image_sources(tmp_path: Path) -> None:
     data, path = file_of(IMAGE), tmp_path / "a.png"
     path.write_bytes(data)
     found = [read_image(each) for each in (data, path, str(path), IMAGE, decode_image(data))]

@@ -1,4 +1,4 @@
-"""Prompts that fill a gap, by the tokens of the model."""
+"""Infill prompts with the special tokens of the model."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from headstart.text.tokenizer import Tokenizer
 
 
 @pytest.mark.parametrize("markers", MARKERS)
-def test_the_gap_is_marked_by_the_models_tokens(markers: tuple[str, str, str]) -> None:
+def test_infill_prompt_uses_the_models_tokens(markers: tuple[str, str, str]) -> None:
     metadata = byte_level()
     metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], *markers]
     metadata["tokenizer.ggml.token_type"] = np.append(metadata["tokenizer.ggml.token_type"], [CONTROL] * 3)
@@ -20,6 +20,6 @@ def test_the_gap_is_marked_by_the_models_tokens(markers: tuple[str, str, str]) -
     assert ids == [before, *tokenizer.encode("hello"), after, *tokenizer.encode("12"), middle]
 
 
-def test_a_model_without_such_tokens() -> None:
+def test_model_without_infill_tokens_is_refused() -> None:
     with pytest.raises(ParameterError, match="no tokens that mark a gap"):
         infill_prompt(Tokenizer.from_gguf(byte_level()), "hello", "12")

@@ -1,4 +1,4 @@
-"""JSON schemas of libraries: annotations refuse no request, and constraints that are not supported are named."""
+"""JSON schemas of libraries: annotations are accepted, unsupported constraints are named."""
 
 from functools import cache
 from typing import Any
@@ -96,7 +96,7 @@ def compiler() -> GrammarCompiler:
 
 
 def compile_both(schema: dict[str, Any]) -> None:
-    """As a response format, and as the parameters of a tool."""
+    """Compiles a schema as a response format and as parameters of a tool."""
     compiler().compile(GrammarSpec("json_schema", schema))
     whole = {"type": "object", "properties": {"a": schema}}
     tool = {"type": "function", "function": {"name": "f", "parameters": whole}}
@@ -105,26 +105,26 @@ def compile_both(schema: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
-def test_any_format_is_taken(name: str) -> None:
+def test_any_format_is_accepted(name: str) -> None:
     compile_both({"type": "string", "format": name})
     compile_both({"type": "object", "properties": {"a": {"anyOf": [{"type": "integer", "format": name}, TEXT]}}})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ANNOTATIONS)
-def test_annotations_are_taken(name: str) -> None:
+def test_annotations_are_accepted(name: str) -> None:
     compile_both({"type": "object", "properties": {"a": {**TEXT, name: ANNOTATIONS[name]}}})
     whole = {"type": "object", "properties": {"a": TEXT}, name: ANNOTATIONS[name]}
     compiler().compile(GrammarSpec("json_schema", whole))
 
 
 @pytest.mark.parametrize("name", CORPUS)
-def test_schemas_of_libraries(name: str) -> None:
+def test_schemas_of_libraries_compile(name: str) -> None:
     compiler().compile(GrammarSpec("json_schema", CORPUS[name]))
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
-def test_constraints_that_are_not_supported_are_named(name: str) -> None:
+def test_unsupported_constraints_are_named(name: str) -> None:
     with pytest.raises(UsageError, match=name):
         schema = {"type": "object", "properties": {"a": TEXT}, name: UNSUPPORTED[name]}
         compiler().compile(GrammarSpec("json_schema", schema))
@@ -135,7 +135,7 @@ def accepts(schema: dict[str, Any], text: str) -> bool:
     return all(state.advance(token) for token in tokenizer().encode(text)) and state.accepting
 
 
-def test_what_is_kept_constrains() -> None:
+def test_supported_formats_and_nullable_constrain() -> None:
     assert accepts({"type": "string", "format": "date"}, '"2024-01-31"')
     assert not accepts({"type": "string", "format": "date"}, '"soon"')
     assert accepts({"type": "string", "format": "path", "maxLength": 3}, '"a/b"')

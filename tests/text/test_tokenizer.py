@@ -1,4 +1,4 @@
-"""Tokenizers: ids and text, from tokenizer.json and from GGUF metadata."""
+"""Tokenizers from tokenizer.json and GGUF metadata: encoding, decoding, special tokens, errors."""
 
 import json
 from itertools import pairwise
@@ -19,7 +19,7 @@ from headstart.text._sentencepiece import merges_by_score
 from headstart.text.pre_tokenizers import PRE_TOKENIZERS
 from headstart.text.tokenizer import Tokenizer
 
-PIECES_TOO = ("tokenizer.ggml.model", "tokenizer.ggml.pre")
+PRE_KEYS = ("tokenizer.ggml.model", "tokenizer.ggml.pre")
 TEXTS = [
     "hello hello  world\n\n\tI'm you'LL 12345.678 x=0x1F", "日本語 привет नमस्ते é ½ Ⅷ ² 🎉👨‍👩‍👧",
     " leading, trailing \r\n ", "\u00a0nbsp\u3000wide \ufeff", "", "def f(x):\n    return x ** 2  # no\n",
@@ -30,7 +30,7 @@ TEXTS = [
 def test_every_pre_tokenizer_keeps_the_text(pre: str) -> None:
     metadata = byte_level(pre)
     if PRE_TOKENIZERS[pre].pieces:
-        metadata = sentencepiece(**{"tokenizer.ggml.merges": []}) | {key: metadata[key] for key in PIECES_TOO}
+        metadata = sentencepiece(**{"tokenizer.ggml.merges": []}) | {key: metadata[key] for key in PRE_KEYS}
     tokenizer = Tokenizer.from_gguf(metadata)
     for text in TEXTS:
         assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -46,7 +46,7 @@ def test_every_pre_tokenizer_keeps_the_text(pre: str) -> None:
     ("tekken", "HelloWorld 12", ["Hello", "World", "Ġ", "1", "2"]),
     ("glm4", "it's 1234", ["it", "'s", "Ġ", "123", "4"]),
 ])  # fmt: skip
-def test_pieces(pre: str, text: str, pieces: list[str]) -> None:
+def test_pre_tokenizer_splits(pre: str, text: str, pieces: list[str]) -> None:
     inner = _gguf_tokenizer.build(byte_level(pre), "test")
     assert [piece for piece, _ in inner.pre_tokenizer.pre_tokenize_str(text)] == pieces
 
@@ -60,7 +60,7 @@ def test_special_tokens() -> None:
     assert tokenizer.encode("<s>hello</s>") == [bos, tokenizer.vocabulary()["hello"], eos]
     plain = tokenizer.encode("<s>hello</s>", parse_special=False)
     assert bos not in plain and tokenizer.decode(plain) == "<s>hello</s>"
-    assert tokenizer.encode("<s>") == [bos]  # the other mode leaves this one alone
+    assert tokenizer.encode("<s>") == [bos]  # the default mode is unchanged
     ids = tokenizer.encode("<s>a<think> xb</s>")
     assert user in ids
     assert tokenizer.decode(ids) == "a<think> xb"
@@ -74,7 +74,7 @@ def test_special_tokens() -> None:
     (byte_level() | {"tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.add_eos_token": True}, (True, True)),
     (sentencepiece(), (True, False)),
 ])  # fmt: skip
-def test_add_special(metadata: dict[str, object], ends: tuple[bool, bool]) -> None:
+def test_add_special_adds_bos_and_eos(metadata: dict[str, object], ends: tuple[bool, bool]) -> None:
     tokenizer = Tokenizer.from_gguf(metadata)
     ids = tokenizer.encode("hello", add_special=True)
     assert (ids[0] == tokenizer.bos_id, ids[-1] in tokenizer.eos_ids) == ends
@@ -89,7 +89,7 @@ def test_add_special(metadata: dict[str, object], ends: tuple[bool, bool]) -> No
         (["<|call|>", "<|endoftext|>", "<|fim_pad|>", "<|fim_middle|>"], {"<|call|>", "<|endoftext|>", "<|fim_pad|>"}),
     ],
 )
-def test_ends_that_the_file_does_not_name(names: list[str], ends: set[str]) -> None:
+def test_end_of_text_tokens_are_found_by_name(names: list[str], ends: set[str]) -> None:
     metadata = byte_level()
     del metadata["tokenizer.ggml.eot_token_id"]
     metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], *names, "<turn|>"]
@@ -99,7 +99,7 @@ def test_ends_that_the_file_does_not_name(names: list[str], ends: set[str]) -> N
 
 
 def reference_pieces(text: str) -> list[str]:
-    """Sentencepiece's rule, written plainly: join the best-scoring neighbours until none is in the vocabulary."""
+    """Reference for sentencepiece: joins the neighbours with the best score until no pair is in the vocabulary."""
     score = dict(zip(WORDS, SCORES, strict=True))
     parts = list("▁" + text.replace(" ", "▁"))
     while found := [(-score[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in score]:
@@ -117,7 +117,7 @@ def test_sentencepiece_merges_by_score(text: str) -> None:
 
 
 def test_merges_of_equal_and_reserved_tokens() -> None:
-    """Of equal tokens the first id and score count; control and byte tokens are parts of merges, but no results."""
+    """Of equal tokens the first id and score are used. Control and byte tokens are parts, but not results, of merges."""
     rows = [
         ("a", 0, 1), ("b", 0, 1), ("<0xC3>", 0, 6), ("<0xC3>a", -1, 1), ("aa", -2, 1), ("ab", -1, 1), ("aab", 0, 1),
         ("ab", 5, 1), ("ba", 0, 3), ("", 0, 1), ("bb", 0, 1), ("bb", 0, 6),
@@ -127,8 +127,8 @@ def test_merges_of_equal_and_reserved_tokens() -> None:
     assert merges_by_score(tokens, scores, types) == best_first
 
 
-def test_merges_of_a_large_vocabulary_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A damaged file is computed anew, and another score is another file."""
+def test_merges_of_a_large_vocabulary_are_cached(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A damaged cache file is replaced. Another score has another cache file."""
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path))
     monkeypatch.setattr(_sentencepiece, "_CACHED_SIZE", 1)
     tokens = ["", "a", "b", "ab", "é", "aé", "abaé", "ab"]
@@ -146,8 +146,8 @@ def test_merges_of_a_large_vocabulary_are_kept(monkeypatch: pytest.MonkeyPatch, 
     assert len(list((tmp_path / "tokenizers").iterdir())) == 2
 
 
-def test_pieces_with_written_merges() -> None:
-    """Gemma 4's files: the pieces of sentencepiece, whose merges are written instead of their scores."""
+def test_sentencepiece_tokens_with_stored_merges() -> None:
+    """Gemma 4's GGUF files have sentencepiece tokens with merges instead of scores."""
     plain = sentencepiece(**{"tokenizer.ggml.add_space_prefix": False})
     tokens, kinds = plain["tokenizer.ggml.tokens"], plain["tokenizer.ggml.token_type"].tolist()
     merges = [" ".join(pair) for pair in merges_by_score(tokens, [0.0] * 259 + SCORES, kinds)]
@@ -172,7 +172,7 @@ def test_sentencepiece_falls_back_to_bytes() -> None:
 
 @given(st.lists(st.integers(0, 300), max_size=12))
 @settings(deadline=None)
-def test_decode_is_the_librarys_for_byte_level(ids: list[int]) -> None:
+def test_byte_level_decode_equals_the_librarys(ids: list[int]) -> None:
     inner = _gguf_tokenizer.build(byte_level(), "test")
     tokenizer = Tokenizer(inner)
     for skip in (True, False):
@@ -181,14 +181,14 @@ def test_decode_is_the_librarys_for_byte_level(ids: list[int]) -> None:
 
 @given(st.text(max_size=12))
 @settings(deadline=None)
-def test_decode_is_the_librarys_for_sentencepiece(text: str) -> None:
+def test_sentencepiece_decode_equals_the_librarys(text: str) -> None:
     inner = _gguf_tokenizer.build(sentencepiece(), "test")
     tokenizer = Tokenizer(inner)
     ids = tokenizer.encode(text, add_special=True)
     assert tokenizer.decode(ids) == inner.decode(ids)
 
 
-def test_odd_ids_and_text() -> None:
+def test_invalid_ids_surrogates_and_partial_characters() -> None:
     tokenizer = Tokenizer.from_gguf(byte_level())
     assert tokenizer.decode([-1, 10_000, 2**40]) == ""
     assert tokenizer.decode(tokenizer.encode("a\ud800b")) == "a?b"
@@ -252,7 +252,7 @@ def test_metaspace_and_unknown_decoders() -> None:
 
 
 @pytest.mark.skipif(cached_trunk() is None, reason="the default model is not in the cache")
-def test_default_model_has_the_ids_of_its_original() -> None:
+def test_default_model_has_the_ids_of_its_published_tokenizer() -> None:
     trunk = cached_trunk()
     assert trunk is not None
     tokenizer = open_checkpoint(trunk).load_tokenizer()

@@ -1,4 +1,4 @@
-"""Tokenizers from the files that families ship instead of tokenizer.json, and GGUF ones beside transformers'."""
+"""Tokenizers from sentencepiece, tekken and tiktoken files; GGUF tokenizers compared with transformers'."""
 
 import base64
 import json
@@ -63,7 +63,7 @@ def test_sentencepiece_file_has_the_ids_of_its_gguf_file(tmp_path: Path) -> None
             assert ours.encode(text, special, parse) == gguf.encode(text, special, parse)
 
 
-def test_spaces_and_ends_as_the_config_says(tmp_path: Path) -> None:
+def test_spaces_and_special_tokens_follow_the_config(tmp_path: Path) -> None:
     """`legacy: false` puts a space at the start only, as transformers' LlamaTokenizer does."""
     from transformers import LlamaTokenizer
 
@@ -80,8 +80,8 @@ def test_spaces_and_ends_as_the_config_says(tmp_path: Path) -> None:
     assert plain.decode(plain.encode("hello")) == "hello" and len(plain.encode("he")) == 1
 
 
-def best_cut(text: str) -> float:
-    """The best sum of scores over all ways to cut `text` into words of the toy vocabulary."""
+def best_score(text: str) -> float:
+    """The best sum of scores over all segmentations of `text` into words of the toy vocabulary."""
     score = dict(zip(WORDS, SCORES, strict=True))
     sums = [0.0]
     for end in range(1, len(text) + 1):
@@ -92,15 +92,15 @@ def best_cut(text: str) -> float:
 @pytest.mark.slow
 @given(st.text(alphabet="helowrd ", min_size=1, max_size=16))
 @settings(deadline=None, max_examples=60)
-def test_unigrams_have_the_best_sum(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+def test_unigram_segmentation_has_the_best_score(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     tokenizer = Tokenizer.from_directory(model_file(tmp_path_factory.mktemp("unigram"), 1))
     words = [WORDS[token - 259] for token in tokenizer.encode(text)]
     assert "".join(words) == "▁" + text.replace(" ", "▁")
     score = dict(zip(WORDS, SCORES, strict=True))
-    assert sum(score[word] for word in words) == pytest.approx(best_cut("▁" + text.replace(" ", "▁")))
+    assert sum(score[word] for word in words) == pytest.approx(best_score("▁" + text.replace(" ", "▁")))
 
 
-def test_unigrams_from_both_files(tmp_path: Path) -> None:
+def test_unigrams_from_sentencepiece_and_gguf_files_agree(tmp_path: Path) -> None:
     changes = {"tokenizer.ggml.model": "t5", "tokenizer.ggml.add_space_prefix": True}
     gguf = Tokenizer.from_gguf({**sentencepiece(**changes), "tokenizer.ggml.remove_extra_whitespaces": True})
     ours = Tokenizer.from_directory(model_file(tmp_path, 1, squeeze=True))
@@ -111,7 +111,7 @@ def test_unigrams_from_both_files(tmp_path: Path) -> None:
 
 
 def ranked_ids(data: bytes) -> list[int]:
-    """tiktoken's rule, written plainly: join the neighbours of the lowest rank until none is left."""
+    """Reference for tiktoken: joins the neighbours with the lowest rank until no pair has a rank."""
     rank = {word: number for number, word in enumerate(RANKED)}
     parts = [bytes([byte]) for byte in data]
     if data in rank:
@@ -134,7 +134,7 @@ def tekken_file(folder: Path, **changes: Any) -> Path:
     return folder
 
 
-def test_tekken(tmp_path: Path) -> None:
+def test_tekken_file(tmp_path: Path) -> None:
     tokenizer = Tokenizer.from_directory(tekken_file(tmp_path))
     assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.vocab_size) == (1, {2}, 30 + len(RANKED))
     assert tokenizer.encode("hello", add_special=True) == [1, 30 + RANKED.index(b"hello")]
@@ -150,7 +150,7 @@ def test_tekken(tmp_path: Path) -> None:
     assert newer.encode("[X]") == [9] and newer.encode("[INST]") != [3]
 
 
-def test_tiktoken_of_kimi(tmp_path: Path) -> None:
+def test_tiktoken_file_of_kimi(tmp_path: Path) -> None:
     lines = [base64.b64encode(word) + b" %d" % number for number, word in enumerate(RANKED)]
     (tmp_path / "tiktoken.model").write_bytes(b"\n".join(lines) + b"\n")
     with pytest.raises(ModelError, match="its pattern is in code"):
@@ -169,15 +169,15 @@ def test_tiktoken_of_kimi(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pre", ["llama-bpe", "qwen2", "qwen35", "tekken", "gpt-4o", "gpt-2"])
-def test_ids_of_transformers(pre: str) -> None:
-    """transformers' own tokenizer from the same metadata; for gpt-2 and the others without a pattern GPT-2's class."""
+def test_ids_equal_those_of_transformers(pre: str) -> None:
+    """transformers builds its tokenizer from the same metadata. Names without a pattern there use GPT-2's class."""
     metadata = byte_level(pre)
     keys = theirs.GGUF_TOKENIZER_MAPPING["tokenizer"]
     named = {name: metadata[f"tokenizer.{key}"] for key, name in keys.items() if f"tokenizer.{key}" in metadata}
     named["token_type"] = named["token_type"].tolist()
     oracle, _ = theirs.convert_gguf_tokenizer("llama", named)
     ours = Tokenizer.from_gguf(metadata)
-    for text in (text.replace("<|endoftext|>", "<|eot|>") for text in HARD):  # GPT2Tokenizer brings that one
+    for text in (text.replace("<|endoftext|>", "<|eot|>") for text in HARD):  # GPT2Tokenizer adds this token
         assert ours.encode(text) == oracle.encode(text, add_special_tokens=False).ids
 
 
@@ -195,7 +195,7 @@ def test_ids_of_transformers(pre: str) -> None:
     ("minicpm5", "x12345", ["x", "123", "45"]), ("youtu", "한국 日本、ab", ["한국", " ", "日本", "、", "ab"]),
     ("spark2_5", "a!\nb", ["a", "!", "\n", "b"]), ("chameleon", "a  b1", ["a", "  ", "b", "1"]),
 ])  # fmt: skip
-def test_pieces_of_other_names(pre: str, text: str, pieces: list[str]) -> None:
+def test_splits_of_further_pre_tokenizers(pre: str, text: str, pieces: list[str]) -> None:
     steps = json.loads(Tokenizer.from_gguf(byte_level(pre)).to_json())["pre_tokenizer"]["pretokenizers"][:-1]
     from tokenizers import Regex, pre_tokenizers
 
@@ -212,13 +212,13 @@ def test_pieces_of_other_names(pre: str, text: str, pieces: list[str]) -> None:
     ("tekken.json", b"[]", "not a tekken file"),
     ("tekken.json", b'{"config": {}, "vocab": []}', "not a tekken file"),
 ])  # fmt: skip
-def test_broken_files(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+def test_broken_tokenizer_files_are_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ModelError, match=message):
         Tokenizer.from_directory(tmp_path)
 
 
-def test_ids_that_do_not_fit(tmp_path: Path) -> None:
+def test_inconsistent_ids_are_refused(tmp_path: Path) -> None:
     folder = model_file(tmp_path, 2)
     config = {"added_tokens_decoder": {"400": {"content": "<x>", "special": True}}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

@@ -1,4 +1,4 @@
-"""Parsers of streamed text: one answer, however it is split, gives the same events, and no text is lost."""
+"""Tool-call and reasoning parsers: events are independent of the splits of the text, and no text is lost."""
 
 # ruff: noqa: RUF001  (the bars of DeepSeek's markers are U+FF5C)
 
@@ -48,7 +48,7 @@ def parse(pieces: Any, name: str | None, **options: Any) -> list[Event]:
 
 
 def check(text: str, name: str | None, **options: Any) -> list[Event]:
-    """The events of `text`, the same for every character alone and for every fifth split into two."""
+    """Events of `text`, checked to be the same character by character and for every fifth split into two."""
     whole = parse([text], name, **options)
     assert parse(text, name, **options) == whole
     for cut in range(1 + len(text) % 5, len(text), 5):
@@ -133,7 +133,7 @@ WRITERS: dict[str, tuple[str, Any, str, str]] = {
 
 
 def write(name: str, listed: list[tuple[str, dict[str, Any]]]) -> str:
-    """The calls as the chat template of a model of that format has them."""
+    """Tool calls as text in a format."""
     before, one, between, after = WRITERS[name]
     if isinstance(one, str):
         texts = [one.format(function, json.dumps(arguments, ensure_ascii=False)) for function, arguments in listed]
@@ -142,7 +142,7 @@ def write(name: str, listed: list[tuple[str, dict[str, Any]]]) -> str:
     return before + between.join(texts) + after
 
 
-def test_formats_are_found_by_file() -> None:
+def test_available_formats() -> None:
     assert registry.available("tool_formats") == FORMATS
     assert registry.available("reasoning_formats") == ["gemma4", "harmony", "mistral", "think"]
     with pytest.raises(UsageError, match="hermes"):
@@ -151,7 +151,7 @@ def test_formats_are_found_by_file() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
-def test_several_calls(name: str) -> None:
+def test_several_calls_are_parsed(name: str) -> None:
     listed: list[tuple[str, dict[str, Any]]] = [("search", TRICKY), ("now", {}), ("search", {"text": "北京"})]
     events = check(write(name, listed), name)
     assert calls(events) == listed
@@ -159,7 +159,7 @@ def test_several_calls(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", MARKED)
-def test_text_around_calls(name: str) -> None:
+def test_text_around_calls_is_content(name: str) -> None:
     first, second = write(name, [("search", {"text": "x"})]), write(name, [("now", {})])
     events = check(f"Let me <b>look</b>.\n\n{first}\nBetween.\n{second} Done.\n", name)
     assert calls(events) == [("search", {"text": "x"}), ("now", {})]
@@ -185,7 +185,7 @@ def test_text_around_calls(name: str) -> None:
         "<think> is a word here",
     ],
 )
-def test_no_call(name: str, text: str) -> None:
+def test_text_without_calls_is_content(name: str, text: str) -> None:
     events = check(text, name)
     assert events == ([Content(text)] if text else [])
     assert check("x" + text, name, reasoning="think") == [Content("x" + text)]
@@ -193,7 +193,7 @@ def test_no_call(name: str, text: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
-def test_cut_off_calls(name: str) -> None:
+def test_truncated_calls_keep_their_text(name: str) -> None:
     before = "" if name in WHOLE else "Look: "
     text = before + write(name, [("search", {"text": 'é "q" {', "count": 12})])
     complete = parse([text], name)
@@ -203,12 +203,12 @@ def test_cut_off_calls(name: str) -> None:
         assert parse(text[:end], name) == events
         assert content(events) == (before if ToolCall(0, "search") in events else text[:end])
         if events and isinstance(events[-1], Arguments):
-            # What may be the begin of an end tag is part of the value when the text ends there.
+            # A possible beginning of an end tag is part of the value when the text ends there.
             assert complete[-1].text.startswith(events[-1].text.split("<")[0].removesuffix("\\n").rstrip())
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_unnamed_calls_that_max_tokens_cuts_are_no_content(name: str) -> None:
+def test_calls_truncated_before_their_name_are_not_content(name: str) -> None:
     before = "" if name in WHOLE else "Look: "
     text = before + write(name, [("search", {"count": 12}), ("now", {})])
     parser_type, num_dropped = registry.find("tool_formats", name).PARSER, 0
@@ -220,7 +220,7 @@ def test_unnamed_calls_that_max_tokens_cuts_are_no_content(name: str) -> None:
         has_begun = any(mark in text[:end] for mark in parser_type.opens)
         num_dropped += has_begun and not is_named
         if is_named or has_begun:
-            rest = shown.removeprefix(before)  # perhaps the begin of a marker
+            rest = shown.removeprefix(before)  # possibly the beginning of a marker
             assert not rest or any(mark.startswith(rest) for mark in marks), text[:end]
         else:
             assert shown == text[:end]
@@ -240,7 +240,7 @@ def test_random_arguments_and_splits(data: st.DataObject, name: str) -> None:
         arguments = st.dictionaries(key, st.recursive(word | st.none() | st.integers(), st.lists), max_size=4)
     listed = data.draw(st.lists(st.tuples(st.sampled_from(["search", "now"]), arguments), min_size=1, max_size=3))
     if name in TYPED:
-        listed = [("search", arguments) for _, arguments in listed]  # `now` has no schema
+        listed = [("search", arguments) for _, arguments in listed]  # `now` has no parameters
     text = write(name, listed)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     events = parse([text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)], name)
@@ -269,20 +269,20 @@ FRAGMENTS = [
     name=st.sampled_from(FORMATS),
     reasoning=st.sampled_from([None, "think"]),
 )
-def test_splits_do_not_matter_for_any_text(parts: list[str], name: str, reasoning: str | None) -> None:
+def test_events_are_independent_of_splits_for_any_text(parts: list[str], name: str, reasoning: str | None) -> None:
     text = "".join(parts)
     events = parse([text], name, reasoning=reasoning)
     assert parse(text, name, reasoning=reasoning) == events
     assert parse(parts, name, reasoning=reasoning) == events
     if name == "harmony":
-        return  # its content stands between tokens of its own
+        return  # its content is between special tokens
     if all(isinstance(event, Content) for event in events) and not (reasoning and "</think>" in text):
         assert content(events) == text.removeprefix("<think>" if reasoning and text == "<think>" else "")
 
 
 @pytest.mark.parametrize("name", [*FORMATS, None])
 @pytest.mark.parametrize("reasoning", [None, "think"])
-def test_nothing_is_held_longer_than_a_marker(name: str | None, reasoning: str | None) -> None:
+def test_held_back_text_is_shorter_than_a_marker(name: str | None, reasoning: str | None) -> None:
     longest = len("\n<｜tool▁calls▁begin｜>\n<｜tool▁call▁begin｜>")
     text = "The <tool_x> < \n\n<｜tool▁calls▁begin｜> {a: [1]} <th \n<tool_cal and <functio=x> done. " * 3
     parser = make_parser(name, TOOLS, reasoning)
@@ -295,7 +295,7 @@ def test_nothing_is_held_longer_than_a_marker(name: str | None, reasoning: str |
 
 
 @pytest.mark.parametrize("opened", [False, True])
-def test_think(opened: bool) -> None:
+def test_think_reasoning(opened: bool) -> None:
     start = "" if opened else "<think>"
     call = write("hermes", [("now", {})])
     options = {"reasoning": "think", "reasoning_opened": opened}
@@ -319,13 +319,13 @@ def test_think(opened: bool) -> None:
     ("<tool_call>{{ name }}<arg_key>{{ k }}</arg_key>", "glm45", None),
     ("[func_name1(params_name1=params_value1)]", "pythonic", None),
 ])  # fmt: skip
-def test_templates_tell_the_format(template: str, tools: str, thoughts: str | None) -> None:
+def test_formats_are_detected_in_templates(template: str, tools: str, thoughts: str | None) -> None:
     assert format_in(template, "tool_formats") == tools
     assert format_in(template, "reasoning_formats") == thoughts
 
 
-def test_harmony() -> None:
-    """As gpt-oss writes it behind `<|start|>assistant`: thoughts, words before a call, a call, an answer."""
+def test_harmony_channels() -> None:
+    """Output of gpt-oss after `<|start|>assistant`: reasoning, commentary, a call, an answer."""
     thought, end, call = "<|channel|>analysis<|message|>Hm <b> é?<|end|>", "<|end|>", '{"text": "a\\"b"}'
     said = "<|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
     options = {"reasoning": "harmony", "reasoning_opened": True}
@@ -348,13 +348,13 @@ def test_harmony() -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma4", "mistral"])
-def test_other_thoughts(name: str) -> None:
+def test_reasoning_of_gemma4_and_mistral(name: str) -> None:
     begin, close = {"gemma4": ("<|channel>thought", "<channel|>"), "mistral": ("[THINK]", "[/THINK]")}[name]
     text = f"{begin}\nFirst.\n{close}" + write(name, [("now", {})])
     assert check(text, name, reasoning=name) == [Reasoning("First."), ToolCall(0, "now"), Arguments(0, "{}")]
 
 
-def test_python_variants() -> None:
+def test_pythonic_variants() -> None:
     text = """[search(text='it\\'s "x" \\n \\u00e9', count=-3, ratio=1e-3, deep=true, items=(1, None,),"""
     text += " options={'a': [True]})]"
     wanted = {
@@ -373,7 +373,7 @@ def test_python_variants() -> None:
 @pytest.mark.parametrize(("name", "call"), [
     ("gemma4", "<|tool_call>call:f{{a:{}}}<tool_call|>"), ("lfm2", "<|tool_call_start|>[f(a={})]<|tool_call_end|>"),
 ])  # fmt: skip
-def test_a_number_that_json_cannot_hold_is_a_string(name: str, call: str, word: str) -> None:
+def test_numbers_outside_json_become_strings(name: str, call: str, word: str) -> None:
     assert calls(check(call.format(word), name)) == [("f", {"a": word})]
 
 
@@ -402,7 +402,7 @@ ODD: list[tuple[str, list[Any]]] = [
 @pytest.mark.slow
 @pytest.mark.parametrize("call", JSON_CALLS)
 @pytest.mark.parametrize(("arguments", "wanted"), ODD, ids=range(len(ODD)))
-def test_arguments_are_one_object_for_each_call(call: str, arguments: str, wanted: list[Any]) -> None:
+def test_arguments_become_one_object_per_call(call: str, arguments: str, wanted: list[Any]) -> None:
     name, write_call = JSON_CALLS[call]
     events = check(write_call(arguments), name)
     assert calls(events) == [("search", each) for each in wanted]
@@ -411,7 +411,7 @@ def test_arguments_are_one_object_for_each_call(call: str, arguments: str, wante
 
 @pytest.mark.parametrize("call", JSON_CALLS)
 @pytest.mark.parametrize("strays", ["}", "}}", " }\n}"])
-def test_braces_too_many_are_dropped(call: str, strays: str) -> None:
+def test_excess_braces_are_dropped(call: str, strays: str) -> None:
     name, write_call = JSON_CALLS[call]
     text = write_call('{"a": 1}')
     for end in ('{"a": 1}}', '{"a": 1}'):  # after the call's object, after its arguments
@@ -423,7 +423,7 @@ def test_braces_too_many_are_dropped(call: str, strays: str) -> None:
 
 
 @pytest.mark.parametrize("call", [name for name in JSON_CALLS if name not in ("json", "mistral array")])
-def test_several_objects_between_one_pair_of_markers(call: str) -> None:
+def test_several_calls_between_one_pair_of_markers(call: str) -> None:
     name, write_call = JSON_CALLS[call]
     if call == "hermes":
         one, two = object_call('{"a": 1}'), object_call('{"a": 2}')
@@ -438,8 +438,8 @@ def test_several_objects_between_one_pair_of_markers(call: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MARKED)
-def test_damaged_calls_have_objects(name: str) -> None:
-    """A call with a character too many: what is announced before the next text has an object."""
+def test_arguments_of_damaged_calls_are_objects(name: str) -> None:
+    """With an extra character in a call, an announced call before further text has an object as arguments."""
     text = write(name, [("search", {"text": "é", "count": 12})])
     for at in range(1, len(text) + 1):
         for piece in ("}", "]", ")", "\n", '"'):
@@ -468,7 +468,7 @@ def test_hermes_variants() -> None:
     assert calls(one('{"arguments": {"a": "b"}, "name": "f"}')) == [("f", {"a": "b"})]
     assert calls(one('{"id": 7, "name": "f", "arguments": {"a": 1}, "x": [{}]}')) == [("f", {"a": 1})]
     assert calls(one('{"name": "f"}')) == [("f", {})]
-    assert calls(one('{"name": "f", "arguments": {"a": 1}')) == [("f", {"a": 1})]  # the last brace lacks
+    assert calls(one('{"name": "f", "arguments": {"a": 1}')) == [("f", {"a": 1})]  # the last brace is missing
     assert calls(one('{"name": "f", "arguments": {"a": "line\nbreak"}}')) == [("f", {"a": "line\nbreak"})]
     assert one('{"name": "f", "arguments": {"a": 1]}}')[1:] == [Arguments(0, '{"a": 1}')]
     assert content(one('{"name": 3, "arguments": {}}')) == '<tool_call>{"name": 3, "arguments": {}}</tool_call>'
@@ -486,7 +486,7 @@ CALL = '{"name": "search", "arguments": {"text": "a"}}'
     "{{" + CALL[1:-1] + "}}}",
 ])  # fmt: skip
 def test_calls_of_qwen_coder_without_tags(text: str) -> None:
-    """As Qwen2.5-Coder 0.5B and 1.5B write them under their own chat template."""
+    """Output of Qwen2.5-Coder 0.5B and 1.5B with their own chat template."""
     for count, written in ((1, text), (2, f"{text}\n{text}")):
         events = check(written, "hermes")
         assert calls(events) == [("search", {"text": "a"})] * count
@@ -498,7 +498,7 @@ def test_calls_of_qwen_coder_without_tags(text: str) -> None:
     CALL.replace("search", "add_numbers"), '{"name": "search"}', '{"name": "search", "age": 3, "arguments": {}}',
     "```json\n[1, 2]\n```", "```python\nprint(1)\n```", f"Example: {CALL}",
 ])  # fmt: skip
-def test_json_that_is_no_call_of_a_tool_is_content(text: str) -> None:
+def test_json_without_a_known_tool_is_content(text: str) -> None:
     assert check(text, "hermes") == [Content(text)]
     assert make_parser("hermes").push(CALL) == [Content(CALL)]
 
@@ -540,12 +540,12 @@ def test_glm45_variants() -> None:
     ("None", {"null", "string"}, None), ("null", {"string"}, "null"), ("{'a': True}", {"object"}, {"a": True}),
     ("[1", {"array"}, "[1"), ("5", {"string", "integer"}, 5), (" x ", {"any"}, " x "), ('{"a": 1}', {"any"}, {"a": 1}),
 ])  # fmt: skip
-def test_conversion(text: str, types: set[str], value: Any) -> None:
+def test_values_are_converted_to_declared_types(text: str, types: set[str], value: Any) -> None:
     found = json.loads(convert_to_json(text, frozenset(types)))
     assert found == value and type(found) is type(value)
 
 
-def test_types_of() -> None:
+def test_argument_types_of_a_schema() -> None:
     assert argument_types(TOOLS, "search", "note") == {"string", "null"}
     assert argument_types(TOOLS, "search", "level") == {"integer"}
     assert argument_types(TOOLS, "search", "options") == {"object"}

@@ -10,7 +10,7 @@ NORMAL, CONTROL, USER_DEFINED, BYTE, UNKNOWN = 1, 3, 4, 6, 2
 
 
 def byte_level(pre: str = "gpt-2", **extra: Any) -> dict[str, Any]:
-    """256 bytes, a few merges, two control tokens and one user-defined one."""
+    """256 bytes, a few merges, three control tokens and one user-defined token."""
     bytes_ = list(byte_alphabet())
     merged = ["he", "ll", "hell", "hello", "Ġhe", "Ġhell", "Ġhello", "12", "ðŁ", "ðŁİ"]
     merges = ["h e", "l l", "he ll", "hell o", "Ġ he", "Ġhe ll", "Ġhell o", "1 2", "ð Ł", "ðŁ İ"]
