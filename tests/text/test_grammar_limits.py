@@ -271,7 +271,7 @@ SLOW_STEP = SLOW_LIGHT = 20.0
 """Seconds of a slow processor: of one mask or step, and of compiling what is called light."""
 
 
-def try_spec(made: GrammarCompiler, kind: Any, value: Any, rng: random.Random) -> str:
+def try_one(made: GrammarCompiler, kind: Any, value: Any, rng: random.Random) -> str:
     """Compiles and walks a constraint. Returns the problem, or ""."""
     try:
         spec = GrammarSpec(kind, ToolCalls(value) if kind == "tools" else value)
@@ -323,4 +323,4 @@ def test_random_constraints_are_walked_or_refused(fuzz: int) -> None:
     for number in range(120 * fuzz):
         draw = random.Random(number)
         kind, value = draw.choice(grammars.ORDINARY)(draw)
-        assert not (wrong := try_spec(compiler("tiny"), kind, value, draw)), f"{number} ({kind} {value!r:.200}): {wrong}"
+        assert not (wrong := try_one(compiler("tiny"), kind, value, draw)), f"{number} ({kind} {value!r:.200}): {wrong}"

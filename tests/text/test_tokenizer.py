@@ -117,7 +117,7 @@ def test_sentencepiece_merges_by_score(text: str) -> None:
 
 
 def test_merges_of_equal_and_reserved_tokens() -> None:
-    """Of equal tokens the first id and score are used. Control and byte tokens are parts, but not results, of merges."""
+    """Of equal tokens the first id and score are used. Control and byte tokens are parts of merges, but no results."""
     rows = [
         ("a", 0, 1), ("b", 0, 1), ("<0xC3>", 0, 6), ("<0xC3>a", -1, 1), ("aa", -2, 1), ("ab", -1, 1), ("aab", 0, 1),
         ("ab", 5, 1), ("ba", 0, 3), ("", 0, 1), ("bb", 0, 1), ("bb", 0, 6),
