@@ -389,7 +389,7 @@ def depth_rows(name: str, limit: str | int | bool) -> list[list[int]]:
     """Rows of depth_by_batch: no drafts while more than `limit` sequences run. Raises UsageError for a limit that is no
     whole number above 0."""
     count = read_count(name, limit)
-    return [[1, count, MAX_DEPTH], [count + 1, count + 1, 0]]
+    return [[1, count, MAX_DEPTH], [count + 1, count + 1024, 0]]
 
 
 def parse_speculative_config(text: str) -> dict[str, Any]:

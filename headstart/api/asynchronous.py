@@ -7,7 +7,6 @@ import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence as Seq
 from contextlib import aclosing
 from dataclasses import replace
-from functools import partial
 from typing import Any, Self, Unpack
 
 from headstart.api.llm import LLM, Message, Prompt, RequestOptions
@@ -16,7 +15,6 @@ from headstart.config import EngineConfig
 from headstart.core import Progress, Request, SamplingParams, no_progress
 from headstart.engine.async_engine import AsyncEngine
 from headstart.engine.load import Model
-from headstart.errors import UsageError
 from headstart.text.detokenizer import TextOutput
 
 
@@ -61,7 +59,8 @@ class AsyncLLM:
         **options: Unpack[RequestOptions],
     ) -> Completion:
         """The completion of one prompt (see `LLM.generate`). For several prompts use `asyncio.gather`."""
-        request = await self._request(prompt, params, images=images, lora=lora, **options)
+        # in a thread, since chat templates, tokenizing and grammars may take long
+        request = await asyncio.to_thread(self.llm.request, prompt, params, images=images, lora=lora, **options)
         async with aclosing(self._run(request, continues=options.get("raw", False))) as pieces:
             return gather([piece.completion async for piece in pieces if piece.completion is not None])
 
@@ -86,17 +85,10 @@ class AsyncLLM:
         **options: Unpack[RequestOptions],
     ) -> AsyncIterator[TextDelta]:
         """Yield the output of one prompt piece by piece. Raises UsageError for n other than 1."""
-        request = await self._request(prompt, params, images=images, lora=lora, **options)
-        if request.params.n != 1:
-            raise UsageError(f"n is {request.params.n}, but only one choice can be streamed")
+        request = await asyncio.to_thread(self.llm.stream_request, prompt, params, images=images, lora=lora, **options)
         async with aclosing(self._run(request, continues=options.get("raw", False))) as pieces:
             async for piece in pieces:
                 yield piece
-
-    async def _request(self, prompt: Prompt, params: SamplingParams | None, **more: Any) -> Request:
-        """`LLM.request` in a thread, since chat templates, tokenizing and grammars may take long."""
-        params = self.llm.default_params if params is None else params
-        return await asyncio.to_thread(partial(self.llm.request, prompt, params, **more))
 
     async def _run(self, request: Request, *, continues: bool) -> AsyncGenerator[TextDelta]:
         """Yield the pieces of all choices. The last piece of each choice has its completion."""

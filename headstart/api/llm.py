@@ -363,7 +363,7 @@ class LLM:
     def request(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | None = None,
         *,
         raw: bool = False,
         depth: int | None = None,
@@ -373,9 +373,11 @@ class LLM:
         **others: Any,
     ) -> Request:
         """The engine request for a prompt. Draws a seed if none is set. With a constraint, the grammar decides where
-        the text may end: ignore_eos has no effect, and min_tokens yields to it. lora: name of a loaded adapter; "": the
-        model as it is; None: the first adapter of the config. Raises UsageError for wrong values."""
+        the text may end: ignore_eos has no effect, and min_tokens yields to it. params: None: `default_params`. lora:
+        name of a loaded adapter; "": the model as it is; None: the first adapter of the config. Raises UsageError for
+        wrong values."""
         self._check_open()
+        params = self.default_params if params is None else params
         size, spec = self.model.config.vocab_size, as_grammar(constraint)
         _check_arguments(prompt, params, depth, size, others)
         seeds = params.seed, self.config.seed
@@ -399,6 +401,13 @@ class LLM:
             constraint=None if spec is None else self.grammars.compile(spec),
             adapter=adapter,
         )
+
+    def stream_request(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> Request:
+        """`request` for a stream. Raises UsageError for n other than 1, too."""
+        request = self.request(prompt, params, **options)
+        if request.params.n != 1:
+            raise UsageError(f"n is {request.params.n}, but only one choice can be streamed")
+        return request
 
     def _stop_ids(self, params: SamplingParams, *, is_constrained: bool) -> frozenset[int]:
         """Tokens that end the text. Raises UsageError if min_tokens cannot be reached without them."""
@@ -441,9 +450,7 @@ class LLM:
             prompts = [prompts]
         if not isinstance(prompts, Seq):
             raise UsageError(f"prompts is {type(prompts).__name__}", "give a text or a list: generate([prompt])")
-        chosen = _one_per_prompt(
-            self.default_params if params is None else params, prompts, "sets of sampling parameters"
-        )
+        chosen = _one_per_prompt(params, prompts, "sets of sampling parameters")
         loras = _one_per_prompt(lora, prompts, "names of adapters")
         each_images = per_prompt(images, prompts, is_single)
         requests = [
@@ -489,10 +496,7 @@ class LLM:
         **options: Unpack[RequestOptions],
     ) -> Iterator[TextDelta]:
         """Yield one prompt's output piece by piece (n = 1). Closing the iterator aborts it. Raises as `generate`."""
-        params = self.default_params if params is None else params
-        request = self.request(prompt, params, images=images, lora=lora, **options)
-        if params.n != 1:
-            raise UsageError(f"n is {params.n}, but only one choice can be streamed")
+        request = self.stream_request(prompt, params, images=images, lora=lora, **options)
         for _, delta in self._run([request], continues=options.get("raw", False)):
             yield delta
 

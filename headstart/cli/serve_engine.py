@@ -1,12 +1,13 @@
 """`headstart serve --engine NAME`: translates options of serve to those of another engine, or refuses them."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from headstart.cli.options import EngineOptions
 from headstart.cli.vllm_flags import SIZED, plain_size
-from headstart.config import AUTO, read_count
+from headstart.config import AUTO, depth_rows, read_count
 from headstart.errors import UsageError
 from headstart.options import OptionGroup, option
 from headstart.wording import LEAVE_OUT, flag_of
@@ -101,8 +102,7 @@ def _add_vllm_flags(
         if flag in PARALLELISM:
             chosen[PARALLELISM[flag]] = read_count(flag, value)
         elif flag == "--speculative-disable-by-batch-size":
-            limit = read_count(flag, value)
-            chosen["depth_by_batch"] = f"[[1, {value}, 16], [{limit + 1}, {limit + 1024}, 0]]"
+            chosen["depth_by_batch"] = json.dumps(depth_rows(flag, value))
         elif flag == "--no-enable-prefix-caching" and launcher.name != "vllm":
             settings["no_prefix_caching"] = True
         elif launcher.name == "vllm" and launcher.flag_of(name) is None:

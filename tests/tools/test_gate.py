@@ -164,8 +164,8 @@ def document(*checks: GateCheck) -> dict[str, Any]:
 
 def test_output_files_contain_the_checks() -> None:
     data = document(
-        GateCheck("tokens per pass, short", True, "2.00", "1.90"),
-        GateCheck("tokens per pass, all", True, "2.00", "1.90"),
+        GateCheck("tokens per pass, short", True, "2.00", "1.90", kind="short", lengths=(2.0, 1.9)),
+        GateCheck("tokens per pass, all", True, "2.00", "1.90", kind="all", lengths=(2.0, 1.9)),
         GateCheck('speed, "alone"', False, "1 <", "2", "slow & late"),
         GateCheck("valid JSON", None, "-", "-", "none"),
     )

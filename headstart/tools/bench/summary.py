@@ -31,7 +31,7 @@ from headstart.tools.bench.document import (
     LoadSetting,
     SpeedCheck,
 )
-from headstart.tools.bench.measure import OFF
+from headstart.tools.bench.measure import AUTO, OFF
 
 RESAMPLES = 10_000
 TAIL = 0.025  # probability outside each end of an interval
@@ -124,9 +124,9 @@ def checks(cells: Iterable[BenchCell]) -> list[SpeedCheck]:
             groups.setdefault(cell.group, {}).setdefault(cell.mode, []).append(cell)
     made = []
     for modes in groups.values():
-        auto = modes.pop("auto", None)
-        if auto and "off" in modes:
-            made.append(never_slower(modes["off"], auto))
+        auto = modes.pop(AUTO, None)
+        if auto and OFF in modes:
+            made.append(never_slower(modes[OFF], auto))
         if auto and len(modes) > 1:
             made.append(near_best(modes, auto))
     return made

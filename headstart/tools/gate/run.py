@@ -118,6 +118,8 @@ class GateCheck:
     old: str
     new: str
     note: str = ""
+    kind: str = ""  # of the texts whose tokens per pass are compared; empty: another check
+    lengths: tuple[float, float] | None = None  # tokens per pass of the old and the new side
 
 
 def _count(name: str, old: Seq[bool], new: Seq[bool]) -> GateCheck:
@@ -214,7 +216,8 @@ def _acceptance(kind: str, pairs: Seq[tuple[GateAnswer, GateAnswer]], floor: flo
     lengths, resampled = _lengths(counts.sum(0)), _lengths(drawn)
     ratio, (low, high) = lengths[1] / lengths[0], bootstrap_interval(resampled[:, 1] / resampled[:, 0])
     old, new = (f"{length:.2f}" for length in lengths)
-    return GateCheck(name, not (ratio < floor and high < 1), old, new, f"{ratio:.2f}x ({low:.2f} to {high:.2f})")
+    note = f"{ratio:.2f}x ({low:.2f} to {high:.2f})"
+    return GateCheck(name, not (ratio < floor and high < 1), old, new, note, kind, tuple(lengths.tolist()))
 
 
 def _lengths(counts: Any) -> Any:
