@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from headstart import registry
 from headstart.errors import UsageError
 from headstart.files import user_path
 from headstart.formats.json_object import read_packaged
@@ -325,3 +326,8 @@ class EngineLauncher(EngineProgram):
             hint = f"it takes {', '.join(self.methods)}"
             raise UsageError(f"{self.title} cannot draft with a head of kind {spec.method}", hint)
         return self.methods[spec.method]
+
+
+def launchers() -> dict[str, EngineLauncher]:
+    """Returns all launchers by name, those of plug-ins too."""
+    return {name: registry.find("launchers", name).LAUNCHER for name in registry.available("launchers")}

@@ -11,7 +11,7 @@ from headstart.config import EngineConfig
 from headstart.errors import UsageError
 from headstart.files import user_path
 from headstart.tools.launch import arguments, fleet
-from headstart.tools.launch.launcher import EngineLauncher, InstalledProgram, other_engine_hint
+from headstart.tools.launch.launcher import EngineLauncher, InstalledProgram, launchers, other_engine_hint
 from headstart.tools.launch.model_facts import ModelFacts, choose_depth, drafter_of, read_facts
 from headstart.tools.launch.parallelism import CacheRequest, Hardware, NodeDevices, divide, named_devices
 from headstart.tools.launch.shipped import export_advice
@@ -65,10 +65,7 @@ def launcher_of(engine: str) -> EngineLauncher:
         raise UsageError(f"{engine} has no launcher here", hint)
     name = engine.lower().replace("-", "_")
     if not registry.is_available("launchers", name):  # a title, such as llama.cpp or TensorRT-LLM
-        known: dict[str, EngineLauncher] = {
-            each: registry.find("launchers", each).LAUNCHER for each in registry.available("launchers")
-        }
-        name = next((each for each, own in known.items() if _letters(own.title) == _letters(engine)), name)
+        name = next((each for each, own in launchers().items() if _letters(own.title) == _letters(engine)), name)
     launcher: EngineLauncher = registry.find("launchers", name).LAUNCHER
     return launcher
 

@@ -21,7 +21,7 @@ from headstart.tools.launch.command_line import (
     plain_typography,
     quoted,
 )
-from headstart.tools.launch.launcher import EngineLauncher, other_engine_hint
+from headstart.tools.launch.launcher import EngineLauncher, launchers, other_engine_hint
 
 OLD_METRICS = {
     "spec_decode_draft_acceptance_rate": "acceptance rate = accepted / draft tokens",
@@ -166,12 +166,10 @@ def find_engine(tokens: Sequence[ShellToken]) -> tuple[EngineLauncher, int] | No
     """Returns the engine of a command, and the index of the token before its arguments: the program, the subcommand
     `serve` or the container image. None for a command of no known engine."""
     image: tuple[EngineLauncher, int] | None = None
-    names = registry.available("launchers")
-    launchers: list[EngineLauncher] = [registry.find("launchers", name).LAUNCHER for name in names]
     for place, token in enumerate(tokens):
         if image and token.value.startswith("--"):
             return image
-        for launcher in launchers:
+        for launcher in launchers().values():
             programs = {launcher.program, *launcher.modules}
             if PurePath(token.value).name in programs and not token.value.startswith("-"):
                 subcommand = tokens[place + 1].value if len(tokens) > place + 1 else ""
