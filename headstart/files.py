@@ -50,7 +50,7 @@ def read_text(path: str | Path, hint: str, flag: str = "") -> str:
         return read_regular(user_path(path)).decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
-        raise UsageError(f"{flag and flag + ': '}cannot read {path}: {reason}", hint) from None
+        raise UsageError((flag + ": " if flag else "") + f"cannot read {path}: {reason}", hint) from None
 
 
 def content_digest(files: Iterable[Path]) -> str:

@@ -92,9 +92,9 @@ def check_tower(model: Model) -> VisionTower:
     """The tower of a model. Raises UsageError without one."""
     if model.tower is not None:
         return model.tower
-    why = f": {model.no_tower}" if model.no_tower else ""
+    why = ": " + model.no_tower if model.no_tower else ""
     hint = "leave the images out, or take a model with a vision tower"
-    raise UsageError(f"{model.name} reads text only{why}", hint)
+    raise UsageError(f"{model.name} reads text only" + why, hint)
 
 
 def encode_images(

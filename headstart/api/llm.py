@@ -386,7 +386,7 @@ class LLM:
             lora = next((name for name, _ in self.config.adapters), "")
         with self._named_errors():
             adapter = self.engine.adapters.find(lora) if lora else None
-        encoded = self.encode_prompt(prompt, images, raw=raw)
+            encoded = self.encode_prompt(prompt, images, raw=raw)
         return Request(
             request_id=f"request-{next(self._ids)}",
             prompt_ids=tuple(encoded.ids),

@@ -121,8 +121,9 @@ class SamplingOptions(OptionGroup):
 
 def by_flag(error: HeadstartError) -> HeadstartError:
     """The error with the flag of a sampling parameter instead of its name."""
-    row = parameters().get(error.param) if isinstance(error, ParameterError) else None
-    return error.renamed(row.flag) if row is not None and row.flag and isinstance(error, ParameterError) else error
+    if isinstance(error, ParameterError) and (row := parameters().get(error.param)) and row.flag:
+        return error.renamed(row.flag)
+    return error
 
 
 def _bias(text: str) -> tuple[int, float]:

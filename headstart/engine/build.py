@@ -167,7 +167,7 @@ def _lookup_corpus(model: Model, name: str | None) -> TextLookup | None:
     has more than MAX_CORPUS tokens."""
     if name is None:
         return None
-    tokens = model.tokenizer.encode(read_text(name, "give a text file", "--lookup-corpus"))
+    tokens = model.tokenizer.encode(read_text(name, "give a text file", named("lookup_corpus")))
     if len(tokens) > MAX_CORPUS:
         raise UsageError(
             named("lookup_corpus") + f": {name} has {len(tokens)} tokens", f"use a file of at most {MAX_CORPUS}"

@@ -284,7 +284,7 @@ def load_model(
             backend.loaded(partly=True)
     found, network, no_tower = load_vision(checkpoint, loaded.family, loaded.config, backend)
     if config.mmproj is not None and no_tower:
-        raise UsageError(named("mmproj") + f": {no_tower}")
+        raise UsageError(named("mmproj") + ": " + no_tower)
     model = Model(
         name=name or hub.DEFAULT_MODEL, checkpoint=checkpoint, family=loaded.family,
         config=_with_modules(loaded.config, heads.num_modules),

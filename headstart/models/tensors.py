@@ -154,7 +154,7 @@ def load_vision(
             return found, found.config.build(weights), ""
     except ModelError as error:
         log.warning("%s reads text only: %s; %s", checkpoint.name, error.message, error.hint)
-        return None, None, f"{error.message}; {error.hint}"
+        return None, None, error.message + "; " + error.hint
     return None, None, ""
 
 
