@@ -1,12 +1,11 @@
-"""The kernels' tests on ARM, on a machine that is none: `make test-arm`, or `python -m tests.arm [PYTEST'S ARGUMENTS]`.
+"""Tests of the kernels for ARM on another machine: `make test-arm`, or `python -m tests.arm [PYTEST'S ARGUMENTS]`.
 
-Cross-compiles csrc/ and runs tests/kernels with Debian's arm64 Python under qemu's user mode, as three processors,
-each with one instruction-set path more than the one before: a path that uses what its processor lacks ends there.
-The oracle is torch, as everywhere, in its build for arm64; texts have the bits of x86. All is kept in build/arm;
-nothing is installed.
+Cross-compiles csrc/ and runs tests/kernels with Debian's arm64 Python under qemu's user mode, as three processors.
+Each has one instruction-set path more than the one before: an instruction that the processor lacks ends the test.
+The oracle is torch for arm64. Texts are bit for bit those of x86. Files go to build/arm; nothing is installed.
 
-`make wheel-arm`, or `python -m tests.arm --wheel`: the wheel for ARM into dist/arm, and a text from it as each of them,
-by wheels of the package index only.
+`make wheel-arm`, or `python -m tests.arm --wheel`: builds the wheel for ARM in dist/arm and generates a text with it on
+each processor, with binary wheels of the package index only.
 """
 
 import json
@@ -38,12 +37,12 @@ NEEDED = {
 
 @dataclass(frozen=True)
 class Processor:
-    """What it is found to run, the best path first, and what of that is left to the others."""
+    """A processor of qemu: its expected paths, the best first, and `leaves`, the paths that other processors test."""
 
     name: str
     paths: tuple[str, ...]
     leaves: tuple[str, ...] = ()
-    torch: bool = True  # or it has instructions that this one lacks
+    torch: bool = True  # False: torch needs instructions that this processor lacks
 
 
 PROCESSORS = (
@@ -52,8 +51,8 @@ PROCESSORS = (
     Processor("max", ("i8mm", "dotprod", "neon", "portable"), leaves=("dotprod", "neon", "portable")),
 )
 SAME = ("numpy", "gguf", "pytest", "hypothesis", "iniconfig", "packaging", "pluggy", "pygments", "sortedcontainers")
-OTHERS = ("tqdm", "pyyaml", "typing-extensions", "torch==2.10.*")  # later torch for arm64 wants CUDA's libraries
-BITS = ("native_ops",)  # the contract of bits, for which nobody is asked
+OTHERS = ("tqdm", "pyyaml", "typing-extensions", "torch==2.10.*")  # later torch for arm64 requires CUDA's libraries
+BITS = ("native_ops",)  # fixed bits, without an oracle
 TESTS = (*BITS, "native_oracle", "native_rows", "native_experts", "native_fuzz", "native_choice", "native_streams")
 TESTS += ("native_sampling", "native_pool", "refine", "packing", "philox", "sampling")
 RECURRENT = "tests/contract/test_rollback.py"
@@ -65,7 +64,7 @@ def run(*command: str | Path, **options: object) -> None:
 
 
 def fetch_system() -> None:
-    """Python for arm64 and its headers, out of Debian's packages, with lists and a status of our own."""
+    """Unpacks Debian's arm64 packages of Python and its headers, with separate apt lists and status."""
     apt = HOME / "apt"
     for folder in ("lists/partial", "cache/archives/partial"):
         (apt / folder).mkdir(parents=True, exist_ok=True)
@@ -82,7 +81,7 @@ def fetch_system() -> None:
 
 
 def install(target: Path, *wanted: str | Path) -> None:
-    """Wheels for arm64."""
+    """Installs wheels for arm64 into `target`."""
     platforms = [f"--platform={age}_aarch64" for age in PLATFORMS]
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--only-binary=:all:", *platforms]
     run(*command, f"--python-version={PYTHON}", "--target", target.with_suffix(".new"), *wanted)
@@ -90,18 +89,18 @@ def install(target: Path, *wanted: str | Path) -> None:
 
 
 def fetch_site() -> None:
-    """pip would take the requirements of this machine's processor, so all are named."""
+    """Installs the test dependencies. pip would resolve requirements for this machine's processor, so all are named."""
     install(SITE, "--no-deps", *(f"{name}=={version(name)}" for name in SAME), *OTHERS)
 
 
 def fetch_needs() -> None:
-    """What the package needs, for texts."""
+    """Installs the package's dependencies, for generating texts."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     install(NEEDS, *(each for each in project["dependencies"] if not each.startswith("nanobind")))
 
 
 def settings() -> dict[str, str | Path]:
-    """CMake's, for another processor's module."""
+    """CMake definitions for cross-compiling the module."""
     include = SYSTEM / "usr" / "include"
     return {
         "CMAKE_BUILD_TYPE": "Release", "CMAKE_SYSTEM_NAME": "Linux", "CMAKE_SYSTEM_PROCESSOR": "aarch64",
@@ -111,7 +110,7 @@ def settings() -> dict[str, str | Path]:
 
 
 def build() -> None:
-    """The extension, and the package around it."""
+    """Builds the extension and copies the package with it to SOURCE."""
     soabi = f"cpython-{PYTHON.replace('.', '')}-aarch64-linux-gnu"
     defined = [f"-D{key}={value}" for key, value in (settings() | {"SKBUILD_SOABI": soabi}).items()]
     run("cmake", "-S", ROOT, "-B", CMAKE, *defined, stdout=subprocess.DEVNULL)
@@ -123,7 +122,7 @@ def build() -> None:
 
 
 def build_wheel() -> Path:
-    """For every CPython from 3.11 on, as `make wheel` makes it."""
+    """Builds the wheel for every CPython from 3.11 on, as `make wheel`."""
     shutil.rmtree(DIST, ignore_errors=True)
     words = [word for key, value in settings().items() for word in ("-C", f"cmake.define.{key}={value}")]
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", *words]
@@ -134,7 +133,7 @@ def build_wheel() -> Path:
 
 
 def try_wheel(wheel: Path) -> int:
-    """A text by it, as each processor: the same ones."""
+    """Generates a text with the wheel on each processor. Returns 0 if all texts are equal."""
     print(f"{wheel.name}: {wheel.stat().st_size / 1e6:.1f} MB", flush=True)
     shutil.rmtree(BARE, ignore_errors=True)
     install(BARE, wheel)
@@ -153,7 +152,7 @@ def try_wheel(wheel: Path) -> int:
 
 
 def python(processor: str, *arguments: str, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Debian's Python as this processor; -P, for the package beside the tests has no module for ARM."""
+    """Runs Debian's Python on a processor. With -P, as the checkout's package has no module for ARM."""
     command = [QEMU, "-cpu", processor, "-L", SYSTEM, SYSTEM / "usr" / "bin" / f"python{PYTHON}", "-P"]
     env = os.environ | {"PYTHONPATH": str(path or f"{SOURCE}:{SITE}:{NEEDS}"), "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(
@@ -162,7 +161,7 @@ def python(processor: str, *arguments: str, path: Path | None = None) -> subproc
 
 
 def check(processor: Processor, arguments: list[str]) -> int:
-    """Which paths are found, and their tests."""
+    """Checks the paths that the processor reports and runs the tests."""
     found = python(processor.name, "-c", "from headstart.kernels.native import _native; print(*_native.paths())")
     if found.stdout.split() != list(processor.paths):
         print(f"{processor.name}: its paths are {' '.join(processor.paths)}, found {found.stdout}", flush=True)

@@ -1,4 +1,4 @@
-"""Synthetic checkpoints for exporters: sharded safetensors directories, and reading them without the package."""
+"""Synthetic checkpoints for exporters: sharded safetensors directories and an independent reader."""
 
 import json
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ Raw = tuple[str, tuple[int, ...], bytes]
 
 
 def tensor(dtype: str, *shape: int, seed: int = 0) -> Array:
-    """Random bits that are finite numbers in the dtype."""
+    """A random tensor with finite values of a dtype."""
     rng = np.random.default_rng([seed, *shape])
     if dtype == "F32":
         return rng.standard_normal(shape).astype(np.float32)
@@ -39,7 +39,7 @@ NORM = {"model.norm.weight": tensor("BF16", 8)}
 
 
 def mimo_head(width: int) -> dict[str, Array]:
-    """A module of MiMo as far as exporters look; most of its bytes are in one matrix."""
+    """The tensors of a MiMo module that exporters read. Most of its bytes are in one matrix."""
     vectors = ("token_layernorm", "hidden_layernorm", "final_layernorm", "input_layernorm")
     head = {f"model.mtp_layers.0.{name}.weight": tensor("BF16", 8) for name in vectors}
     return head | {"model.mtp_layers.0.input_proj.weight": tensor("BF16", width, 2 * width)}
@@ -48,7 +48,7 @@ def mimo_head(width: int) -> dict[str, Array]:
 def write_checkpoint(
     folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Array], shards: int = 3, index: bool = True
 ) -> Path:
-    """A directory with tensors dealt out to shards in turn, so that neighbours are never in one file."""
+    """Writes a directory with tensors distributed to shards in turn, so that neighbours are in different files."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")
@@ -62,7 +62,7 @@ def write_checkpoint(
 
 
 def read_raw(file: Path) -> dict[str, Raw]:
-    """dtype, shape and bytes of each tensor, by the format's own description."""
+    """dtype, shape and bytes of each tensor, read without headstart's code."""
     data = file.read_bytes()
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
@@ -74,6 +74,6 @@ def read_raw(file: Path) -> dict[str, Raw]:
 
 
 def raw(array: Array) -> Raw:
-    """What `read_raw` gives for a tensor that was written as it is."""
+    """The result of `read_raw` for a tensor stored unchanged."""
     bits, dtype = array if isinstance(array, tuple) else (array, {"float32": "F32", "int8": "I8"}[array.dtype.name])
     return dtype, bits.shape, bits.tobytes()

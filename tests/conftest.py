@@ -1,4 +1,4 @@
-"""Puts `support` on the import path, and keeps the machine quiet: tests use one thread."""
+"""Import paths, seeds, one torch thread, reruns of flaky tests, clearing of cached models between files."""
 
 import gc
 import os
@@ -16,15 +16,15 @@ from headstart.cli.main import GC_THRESHOLD
 
 sys.path[:0] = [str(Path(__file__).parent), *(str(Path(__file__).parent / each) for each in ("kernels", "contract"))]
 
-if not Path("/dev/nvidia0").exists():  # Triton reads it when it is imported, by whoever is first
+if not Path("/dev/nvidia0").exists():  # Triton reads it at its first import
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# What a background job ignores, or one under nohup, the programs that it starts would ignore too.
+# Child processes would inherit ignored signals of a background job or of nohup.
 for ignored, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(ignored) == signal.SIG_IGN:
         signal.signal(ignored, handler)
 
-os.fsync = lambda _: None  # type: ignore[assignment]  # what tests write need not outlive a crash of the machine
+os.fsync = lambda _: None  # type: ignore[assignment]  # files of tests need not survive a crash of the machine
 gc.set_threshold(GC_THRESHOLD)
 settings.register_profile("headstart", deadline=None, derandomize=True, report_multiple_bugs=False)
 settings.load_profile("headstart")
@@ -36,25 +36,25 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def fuzz(pytestconfig: pytest.Config) -> int:
-    """How many times as many random inputs."""
+    """Factor for the number of random inputs."""
     return int(pytestconfig.getoption("--fuzz"))
 
 
-FLAKY_ROOMS = {"server", "cli", "tools", "text", "e2e", "repo"}
+FLAKY_FOLDERS = {"server", "cli", "tools", "text", "e2e", "repo"}
 """Processes, sockets and clocks, which a loaded machine may disturb: what fails there once is tried again. Tests of
 exactness never are."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.relative_to(Path(__file__).parent).parts[0] in FLAKY_ROOMS:
+        if item.path.relative_to(Path(__file__).parent).parts[0] in FLAKY_FOLDERS:
             item.add_marker(pytest.mark.flaky(reruns=1))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """What a test draws depends on no test before it. Torch has one thread, whatever a backend asks for: tiny matrices
-    gain nothing from threads, and waiting for each other costs a lot on a busy machine."""
+    """Seeds the generators, so that tests are independent of each other. Torch has one thread: tiny matrices gain
+    nothing from threads, and threads wait for each other on a busy machine."""
     import numpy as np
     import torch
 
@@ -79,14 +79,14 @@ def pytest_runtest_teardown(item: pytest.Function, nextitem: pytest.Item | None)
 
 
 def clear_caches(module: ModuleType) -> None:
-    """Drop the models that a test file's cached functions keep: each has open files."""
+    """Drops the models in the caches of a test file's functions: each has open files."""
     for function in vars(module).values():
         if getattr(function, "__module__", None) == module.__name__ and hasattr(function, "cache_clear"):
             function.cache_clear()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """With --durations, as in `make test`: seconds of every test in build/test-durations.txt."""
+    """With --durations, as in `make test`, writes the seconds of every test to build/test-durations.txt."""
     if terminalreporter.config.option.durations is None:
         return
     reports = [each for group in terminalreporter.stats.values() for each in group if hasattr(each, "duration")]
@@ -97,7 +97,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def settle() -> None:
-    """What is alive between two files stays: later collections, which `LLM.close` makes, need not look through it,
-    seconds each time in a long run."""
+    """Freezes all live objects between two files: later collections by `LLM.close` skip them, which saves seconds each
+    time in a long run."""
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""Small models as GGUF files: names, orders and keys of llama.cpp b11434's converter, for the families here."""
+"""Tiny models as GGUF files with the names, tensor orders and keys of llama.cpp b11434's converter."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -83,9 +83,9 @@ def write_gguf(
     vocabulary: Callable[[gguf.GGUFWriter], None] | None = None,
     more: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
 ) -> Path:
-    """`config` and `arrays` as Hugging Face has them. `listed`: which layers are recurrent is written one by one, as
-    newer converters do; `quantized`: what tensors whose names have this part are; `vocabulary` writes the tokenizer;
-    `more` adds keys and tensors."""
+    """Writes a GGUF file of `config` and `arrays` in Hugging Face's form. `listed`: a flag per layer says whether it is
+    recurrent, as in newer files; `quantized`: the type of tensors whose names contain `part`; `vocabulary` writes the
+    tokenizer; `more` adds keys and tensors."""
     writer = gguf.GGUFWriter(path, ARCH[config["model_type"]])
     tensors = llama_tensors(config, arrays)
     _write_sizes(writer, config, tensors, listed=listed)
@@ -103,15 +103,15 @@ def write_gguf(
 
 
 def add_vocabulary(writer: gguf.GGUFWriter, size: int) -> None:
-    """One merge; other tokens are names."""
+    """Writes a vocabulary with one merge; the other tokens are names."""
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
     writer.add_token_list(["a", "b", "ab", *(f"<{i}>" for i in range(3, size))])
     writer.add_token_merges(["a b"])
 
 
-def write_file(path: Path, arch: str, told: Mapping[str, Any], tensors: Arrays, vocab_size: int) -> Path:
-    """`told`: what stands below the architecture's name; None: nothing does."""
+def write_file(path: Path, arch: str, metadata: Mapping[str, Any], tensors: Arrays, vocab_size: int) -> Path:
+    """Writes a GGUF file. `metadata`: keys below the architecture's name; values None are left out."""
     writer = gguf.GGUFWriter(path, arch)
 
     def add_uint64(key: str, value: Any) -> None:
@@ -119,7 +119,7 @@ def write_file(path: Path, arch: str, told: Mapping[str, Any], tensors: Arrays, 
 
     add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, list: writer.add_array,
            str: writer.add_string, np.ndarray: add_uint64}  # fmt: skip
-    for key, value in told.items():
+    for key, value in metadata.items():
         if value is not None:
             add[type(value)](f"{arch}.{key}", value)
     for name, array in tensors.items():
@@ -129,7 +129,7 @@ def write_file(path: Path, arch: str, told: Mapping[str, Any], tensors: Arrays, 
 
 
 def stacked(arrays: Arrays) -> Arrays:
-    """Experts, which files of Hugging Face have one by one, in stacks under the name without a number."""
+    """Stacks the experts, which Hugging Face's files store one by one, under the name without a number."""
     found, stacks = Arrays(), dict[str, dict[int, Any]]()
     for name, array in arrays.items():
         if match := re.search(r"(\.experts|projections)\.(\d+)", name):
@@ -140,12 +140,12 @@ def stacked(arrays: Arrays) -> Arrays:
 
 
 def in_rope_order(array: Any, heads: int) -> Any:
-    """Rows of q and k as llama.cpp's converter has them: the two parts that turn together side by side."""
+    """Rows of q and k in llama.cpp's order: the two halves of each rotated pair are adjacent."""
     return array.reshape(heads, 2, -1, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
 
 
 def written(writer: gguf.GGUFWriter, path: Path) -> Path:
-    """The file at `path`, complete."""
+    """Completes the file at `path`."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -212,9 +212,9 @@ def _write_short_conv(writer: gguf.GGUFWriter, config: Config) -> None:
 
 def _write_rope(writer: gguf.GGUFWriter, config: Config, tensors: Arrays) -> None:
     outer = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if config.get(key) is not None}
-    told = config.get("rope_parameters") or {}
-    rope = {**outer, **(config.get("rope_scaling") or {}), **told.get("full_attention", told)}
-    if local := told.get("sliding_attention", {}).get("rope_theta"):
+    parameters = config.get("rope_parameters") or {}
+    rope = {**outer, **(config.get("rope_scaling") or {}), **parameters.get("full_attention", parameters)}
+    if local := parameters.get("sliding_attention", {}).get("rope_theta"):
         writer.add_rope_freq_base_swa(local)
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     rotary = config.get("qk_rope_head_dim") or int(head_dim * rope.get("partial_rotary_factor", 1))
@@ -238,7 +238,7 @@ def _write_rope(writer: gguf.GGUFWriter, config: Config, tensors: Arrays) -> Non
 
 
 def _write_gemma4(writer: gguf.GGUFWriter, config: Config, tensors: Arrays) -> None:
-    """Sizes by kind of layer; the parts of a head that do not turn as divisors of their frequencies."""
+    """Writes sizes by kind of layer. Dimensions without rotation have large frequency divisors."""
     layers = config["num_hidden_layers"]
     kinds = config.get("layer_types") or ["sliding_attention"] * (layers - 1) + ["full_attention"]  # the small model's
     full = [kind == "full_attention" for kind in kinds]
@@ -265,7 +265,7 @@ def _write_gemma4(writer: gguf.GGUFWriter, config: Config, tensors: Arrays) -> N
 
 
 def llama3_factors(rope: Mapping[str, Any], rotary: int) -> Any:
-    """What Llama 3.1's scaling divides each frequency by."""
+    """Divisors of the frequencies in Llama 3.1's RoPE scaling."""
     turns = (
         rope["original_max_position_embeddings"]
         / (2 * np.pi)
@@ -277,7 +277,7 @@ def llama3_factors(rope: Mapping[str, Any], rotary: int) -> Any:
 
 
 def llama_tensors(config: Config, arrays: Arrays) -> Arrays:
-    """As llama.cpp's converter has them: experts stacked, kv_b in two parts for each head, norms and decay folded."""
+    """Tensors as by llama.cpp's converter: stacked experts, kv_b split per head, folded norms and decay."""
     family, last = config["model_type"], config["num_hidden_layers"]
     found: Arrays = {}
     for name, array in stacked(arrays).items():
@@ -311,7 +311,7 @@ def _of_experts(part: str, array: Any) -> Arrays:
 
 
 def _of_layer(config: Config, part: str, array: Any) -> Arrays:
-    """One tensor of a layer."""
+    """Converts one tensor of a layer."""
     family = config["model_type"]
     if part == "self_attn.kv_b_proj.weight":
         nope, value = config["qk_nope_head_dim"], config["v_head_dim"]
@@ -338,7 +338,7 @@ def _of_layer(config: Config, part: str, array: Any) -> Arrays:
 
 
 def tiled(array: Any, config: Config, axis: int, head_dim: int) -> Any:
-    """Value heads from the order of their key heads to llama.cpp's: the first of each key head, then the second."""
+    """Value heads grouped by key head, in llama.cpp's order: the first of each key head, then the second."""
     keys, heads = config["linear_num_key_heads"], config["linear_num_value_heads"]
     shape = array.shape
     parts = array.reshape(*shape[:axis], keys, heads // keys, head_dim, *shape[axis + 1 :])
@@ -346,7 +346,7 @@ def tiled(array: Any, config: Config, axis: int, head_dim: int) -> Any:
 
 
 def reordered(part: str, array: Any, config: Config) -> Any:
-    """What llama.cpp's converter does to a linear layer of Qwen3.5."""
+    """Reorders a tensor of Qwen3.5's linear attention as llama.cpp's converter."""
     value, keys = config["linear_value_head_dim"], 2 * config["linear_num_key_heads"] * config["linear_key_head_dim"]
     if part in ("in_proj_qkv.weight", "conv1d.weight"):
         return np.concatenate((array[:keys], tiled(array[keys:], config, 0, value)))

@@ -1,4 +1,4 @@
-"""Files of images for tests, and the requests of all APIs about them."""
+"""Image files, requests with images for all APIs, and fields of their answers."""
 
 import base64
 import io
@@ -10,7 +10,7 @@ from PIL import Image as Pillow
 
 
 def png(seed: int = 0, size: tuple[int, int] = (40, 30), kind: str = "PNG", **options: Any) -> bytes:
-    """The file of an image with squares of random colours."""
+    """An image file with squares of random colours."""
     colours = np.random.default_rng(seed).integers(0, 256, (3, 4, 3), np.uint8)
     return file_of(Pillow.fromarray(colours).resize(size, Pillow.Resampling.NEAREST), kind, **options)
 
@@ -74,7 +74,7 @@ def text_of(api: str, answer: dict[str, Any]) -> str:
 
 
 def prompt_tokens(api: str, answer: dict[str, Any]) -> int:
-    """The tokens of the prompt, those of images too."""
+    """Prompt tokens in an API's usage, including those of images."""
     usage = answer.get("usage", answer)
     if api == "anthropic":
         return int(usage["input_tokens"] + usage["cache_read_input_tokens"])
@@ -82,6 +82,6 @@ def prompt_tokens(api: str, answer: dict[str, Any]) -> int:
 
 
 def message_of(answer: Any) -> str:
-    """The message of an error in any API's shape."""
+    """The error message in any API's answer."""
     error = answer["error"]
     return str(error if isinstance(error, str) else error["message"])

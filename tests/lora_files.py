@@ -1,4 +1,4 @@
-"""LoRA adapters as files, made without PEFT."""
+"""LoRA adapter files written without PEFT."""
 
 import json
 from collections.abc import Mapping

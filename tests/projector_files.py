@@ -1,7 +1,7 @@
-"""The models of vision_models.py as llama.cpp's converter writes them: a text model and the projector file beside it.
+"""The models of vision_models.py in the form of llama.cpp's converter: a text model and a projector file.
 
 Tensor names are those of gguf's table; keys and changes to tensors are those of llama.cpp's conversion/gemma.py,
-smolvlm.py, llava.py, qwenvl.py and qwen3vl.py. Gemma 4's files have no limit of pixels in reality.
+smolvlm.py, llava.py, qwenvl.py and qwen3vl.py. Unlike here, published Gemma 4 files have no pixel limit.
 """
 
 import json
@@ -26,7 +26,8 @@ TOWERS = r"(model\.)?(vision_tower|multi_modal_projector|visual|vision_model|con
 
 
 def write_both(source: Path, folder: Path, **options: Any) -> Path:
-    """The text model, with its tower in mmproj-F32.gguf. Returns the former. options: of `write_projector`."""
+    """Writes the text model and its vision tower (mmproj-F32.gguf). Returns the text model's path. `options` are for
+    `write_projector`."""
     config = json.loads((source / "config.json").read_text())
     arrays = {name: each.float32() for name, each in safetensors.open_checkpoint(source).tensors.items()}
     towers = {name.removeprefix("model."): arrays.pop(name) for name in [*arrays] if re.match(TOWERS, name)}
@@ -68,7 +69,7 @@ def write_projector(
     source: Path, config: dict[str, Any], arrays: Arrays, path: Path, *, dtype: type = np.float32,
     rename: Callable[[str], str] = str, kind: str = "",
 ) -> Path:  # fmt: skip
-    """rename: changes names of tensors; "" leaves one out. kind: another type of projector."""
+    """Writes a projector file. `rename` changes tensor names, "" drops a tensor; `kind`: another projector type."""
     vision, model = config["vision_config"], config["model_type"]
     prepared = source / "preprocessor_config.json"
     preparation = json.loads(prepared.read_text()) if prepared.exists() else {}
@@ -101,7 +102,7 @@ def write_projector(
 
 
 def _write_kind(writer: gguf.GGUFWriter, config: dict[str, Any], preparation: dict[str, Any], deep: list[int]) -> None:
-    """The keys of a kind of projector."""
+    """Writes the keys of a projector type."""
     vision, model = config["vision_config"], config["model_type"]
     if model != "gemma4":
         (writer.add_vision_use_silu if vision["hidden_act"] == "silu" else writer.add_vision_use_gelu)(True)
@@ -128,7 +129,7 @@ def _write_kind(writer: gguf.GGUFWriter, config: dict[str, Any], preparation: di
 
 
 def _converted(name: str, array: Any, config: dict[str, Any], deep: list[int]) -> Iterator[tuple[str, Any]]:
-    """The converter's tensors of one of Hugging Face's: names of gguf's table, or final ones."""
+    """The converter's tensors for one of Hugging Face's, under names of gguf's table or final names."""
     model = config["model_type"]
     if name == "visual.patch_embed.proj.weight":
         yield "v.patch_embd.weight", array[:, :, 0]

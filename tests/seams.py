@@ -1,4 +1,4 @@
-"""The plug-in examples of docs/extend: one file for each kind, exactly as printed there."""
+"""The plug-in examples of docs/extend: one file for each kind, unchanged."""
 
 import re
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ TUTORIALS: dict[KindName, str] = {
 
 
 def example(kind: KindName) -> tuple[str, str]:
-    """File name and content of the one example on a tutorial page."""
+    """File name and content of the example on a tutorial page."""
     text = (PAGES / f"{TUTORIALS[kind]}.md").read_text("utf-8")
     names, blocks = re.findall(r"^`(\w+\.py)`", text, re.M), re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
     assert len(names) == len(blocks) == 1
@@ -27,7 +27,7 @@ def example(kind: KindName) -> tuple[str, str]:
 
 @contextmanager
 def plugged_in(folder: Path, *kinds: KindName) -> Iterator[None]:
-    """Put the examples of these kinds on the search path and change nothing else. A file may serve several kinds."""
+    """Puts the examples of these kinds on the search path. A file may serve several kinds."""
     with ExitStack() as stack:
         for kind in kinds:
             name, code = example(kind)

@@ -1,4 +1,4 @@
-"""Tiny models, heads, requests and runs, shared by the contract and unit tests."""
+"""Tiny models, heads, requests, engine runs and comparisons, shared by tests."""
 
 import atexit
 import json
@@ -76,17 +76,17 @@ PATIENCE = 300.0
 """Seconds after which a test gives up. A loaded machine may take its time: only what never comes takes so long."""
 
 
-def until(condition: Callable[[], Any], told: Callable[[], Any] = lambda: "") -> Any:
-    """Waits until the condition is true, and returns what it gave; `told` says what there is when it never is."""
+def until(condition: Callable[[], Any], describe: Callable[[], Any] = lambda: "") -> Any:
+    """Waits until the condition is true; returns its value. `describe` gives the message after PATIENCE seconds."""
     deadline = time.monotonic() + PATIENCE
     while not (found := condition()):
-        assert time.monotonic() < deadline, told()
+        assert time.monotonic() < deadline, describe()
         time.sleep(0.01)
     return found
 
 
 def in_threads(work: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
-    """work(item) of each, in a thread of its own, all at once. Raises what one of them raised."""
+    """Results of work(item) in concurrent threads, one per item. Raises the first exception."""
     with ThreadPoolExecutor(32) as threads:
         return [future.result(PATIENCE) for future in [threads.submit(work, item) for item in items]]
 
@@ -103,7 +103,8 @@ def new_folder() -> Path:
 
 
 def soften(arrays: Arrays, factor: float) -> Arrays:
-    """Blocks that say less: the next token then depends mostly on the last one, so that a head can guess it."""
+    """Scales the outputs of all blocks: with a small factor the next token depends mostly on the last one, and a head
+    can predict it."""
     quiet = (
         "o_proj.weight", "wo_b.weight", "o_b_proj.weight", "out_proj.weight", "down_proj.weight", "w2.weight",
         "experts.down_proj", "down_proj_bias",
@@ -117,7 +118,7 @@ def model_at(path: Path, backend: str = "reference", dtype: str = "float32", **s
 
 @lru_cache(maxsize=KEPT_MODELS)
 def tiny_model(family: str, dtype: str = "float64", softness: float = 1.0, **changes: Any) -> Model:
-    """The family's tiny model, read back from disk; those of the last arguments stay loaded."""
+    """The family's tiny model, read back from disk. Recent models stay loaded."""
     config, arrays = family_of(family).tiny(**changes)
     return model_at(write_model(new_folder(), config, soften(arrays, softness)), dtype=dtype)
 
@@ -125,7 +126,7 @@ def tiny_model(family: str, dtype: str = "float64", softness: float = 1.0, **cha
 def head_of(
     model: Model, spec: HeadSpec, arrays: Arrays, draft_ids: Seq[int] | None = None, backend: Backend | None = None
 ) -> Head:
-    """A head of these tensors on a trunk."""
+    """A head with the given tensors for a trunk."""
     kind, hidden = head_kind(spec.kind), model.config.hidden_size
     weights = Weights(as_tensors(arrays), backend or model.backend, "made head")
     ids = None if draft_ids is None else np.array(sorted(draft_ids), np.int64)
@@ -145,7 +146,7 @@ def make_head(
     draft_ids: Seq[int] | None = None,
     seed: int = 1,
 ) -> Head:
-    """An MTP head for any trunk: random, or one that repeats what a softened trunk says from its last token."""
+    """An MTP head for any trunk: random, or `agreeing` with a softened trunk."""
     spec = replace(spec, layer=model.config.head_layer)
     return head_of(model, spec, mtp_arrays(model, spec, agreeing, seed), draft_ids)
 
@@ -165,7 +166,7 @@ def mtp_arrays(model: Model, spec: HeadSpec, agreeing: bool, seed: int = 1) -> A
 
 
 def plain_layer(config: DecoderConfig) -> LayerConfig:
-    """A Llama block with heads as this trunk's, where it has grouped attention."""
+    """A Llama block, with the trunk's attention shape if the trunk has grouped attention."""
     mixer = config.head_layer.mixer
     spec, rope = AttentionSpec(2, 1, 8, 8**-0.5), RopeSpec((1.0, 0.1, 0.01, 0.001), 8)
     if isinstance(mixer, AttentionConfig) and mixer.rope:
@@ -192,13 +193,13 @@ def make_eagle3(model: Model, tap: tuple[int, ...] = (0, 1), draft_ids: Seq[int]
 
 
 def peagle_spec(model: Model, tap: tuple[int, ...] = (0, 1, 2)) -> HeadSpec:
-    """Of two layers; the mask is a token of no text."""
+    """A P-EAGLE spec with two layers; the mask token is in no text."""
     block = BlockSpec(block_size=8, num_layers=2, mask_token_id=1, causal=True, anchor_predicts=True)
     return replace(eagle3_spec(model, tap), kind="peagle", num_layers=2, block=block)
 
 
 def block_spec(model: Model, tap: tuple[int, ...] = (0, 1), **facts: Any) -> HeadSpec:
-    """Of a small block drafter: DSpark without its heads, but for `facts` of BlockSpec; `qk_norm` is the layer's."""
+    """A small block drafter's spec. `facts` are fields of BlockSpec; `qk_norm` is a field of the layer."""
     layer = plain_layer(model.config)
     if facts.pop("qk_norm", False):
         layer = replace(layer, mixer=replace(layer.mixer, qk_norm=True))
@@ -207,7 +208,7 @@ def block_spec(model: Model, tap: tuple[int, ...] = (0, 1), **facts: Any) -> Hea
 
 
 def sized(spec: HeadSpec, vocab_size: int, draft_ids: Seq[int] | None = None) -> HeadSpec:
-    """With the vocabularies that its Markov head works on."""
+    """The spec with the vocabulary sizes of its Markov head."""
     assert spec.block
     num_draft = vocab_size if draft_ids is None else len(draft_ids)
     return replace(spec, block=replace(spec.block, vocab_size=vocab_size, draft_vocab_size=num_draft))
@@ -216,7 +217,7 @@ def sized(spec: HeadSpec, vocab_size: int, draft_ids: Seq[int] | None = None) ->
 def block_arrays(
     model: Model, spec: HeadSpec, draft_ids: Seq[int] | None = None, own: Seq[str] = (), seed: int = 1
 ) -> Arrays:
-    """A random block drafter under canonical names; `own`: lm_head and embed_tokens, if it has them."""
+    """A random block drafter under canonical names; `own`: its own lm_head or embed_tokens."""
     hidden, vocab = model.config.hidden_size, model.config.vocab_size
     shapes = head_kind("block").shapes(sized(spec, vocab, draft_ids), hidden)
     rows = {"lm_head": vocab if draft_ids is None else len(draft_ids), "embed_tokens": vocab}
@@ -232,7 +233,7 @@ def make_block(model: Model, draft_ids: Seq[int] | None = None, **facts: Any) ->
 def write_head(
     path: Path, config: DecoderConfig, spec: HeadSpec, arrays: Mapping[str, Any], draft_ids: Any = None
 ) -> Path:
-    """A head's directory for a trunk of these sizes; EAGLE-3 heads in their published layout."""
+    """Writes a head's directory for a trunk's config; EAGLE-3 heads in their published layout."""
     ids = None if draft_ids is None else np.array(draft_ids, np.int64)
     head = HeadCheckpoint(
         spec=spec, hidden_size=config.hidden_size, vocab_size=config.vocab_size, draft_token_ids=ids, trunk="x"
@@ -245,7 +246,7 @@ def write_head(
 
 
 def write_published(path: Path, head: HeadCheckpoint, arrays: Mapping[str, Any]) -> None:
-    """An EAGLE-3 head's directory as other projects publish it."""
+    """Writes an EAGLE-3 head's directory in the published layout."""
     document, named = eagle3.published(head, arrays)
     path.mkdir(parents=True)
     save(path / "model.safetensors", named)
@@ -253,20 +254,20 @@ def write_published(path: Path, head: HeadCheckpoint, arrays: Mapping[str, Any])
 
 
 def make_medusa(model: Model, heads: int = MAX_DEPTH) -> Head:
-    """Random Medusa heads, one for each draft step."""
+    """Random Medusa heads, one per draft position."""
     spec = HeadSpec(kind="medusa", num_modules=heads)
     return head_of(model, spec, random_arrays(head_kind("medusa").shapes(spec, model.config.hidden_size)))
 
 
 def make_draft_model(model: Model, family: str = "qwen3") -> DraftModel:
-    """A small random model of a family, beside any trunk."""
+    """A tiny random draft model of a family for any trunk."""
     written = write_model(new_folder(), *family_of(family).tiny(num_hidden_layers=1))
     return load_draft_model(model, open_checkpoint(written))
 
 
 @lru_cache(maxsize=KEPT_MODELS)
 def headed_model(family: str, kind: str = "mtp") -> Model:
-    """The tiny model with its own head, or else a random one."""
+    """The tiny model with a head of a kind; for `mtp` its own head if it has one, else a random one."""
     model = tiny_model(family, num_hidden_layers=2)
     if kind == "eagle3":
         return replace(model, head=make_eagle3(model))
@@ -284,7 +285,7 @@ def headed_model(family: str, kind: str = "mtp") -> Model:
 
 @lru_cache(maxsize=KEPT_MODELS)
 def agreeing_model(family: str) -> Model:
-    """A softened trunk with a head that is often right."""
+    """A softened trunk with a head of high acceptance."""
     model = tiny_model(family, softness=0.1, num_hidden_layers=2)
     return replace(model, head=make_head(model, agreeing=True))
 
@@ -301,7 +302,7 @@ def request(
     prompt: Iterable[int], *, name: str = "r", seed: int = 0, depth: int | None = None, stops: Iterable[int] = (EOS,),
     constraint: Constraint | None = None, **params: Any,
 ) -> Request:  # fmt: skip
-    """As LLM.request makes it: stop ids are masked while min_tokens are not out."""
+    """A request as LLM.request builds it: stop ids are banned until min_tokens are generated."""
     chosen = SamplingParams(**params)
     stop_ids = frozenset(stops) | frozenset(chosen.stop_token_ids)
     return Request(
@@ -311,8 +312,8 @@ def request(
 
 
 def new_sequence(engine: Engine, tokens: Seq[int], known: int | None = None, computed: int = 0) -> Sequence:
-    """A sequence with blocks for all its tokens (and a draft), of which `known` are committed and the first `computed`
-    have been through the trunk."""
+    """A sequence with blocks for `tokens` and a draft. The first `known` tokens are committed; the trunk has computed
+    the first `computed`."""
     sequence = Sequence(request(tokens[:1]), 0, list(tokens[:known]), 0)
     assert engine.memory.reserve(sequence, len(tokens) + 8)
     if computed:
@@ -351,7 +352,7 @@ VARIETY: tuple[dict[str, Any], ...] = (
 
 
 def varied_requests(temperature: float, max_tokens: int = 14, shared: int = 20) -> list[Request]:
-    """A request for each entry of VARIETY; prompts of 1 to 60 tokens, of which some begin with the same tokens."""
+    """A request for each entry of VARIETY. Prompts have 1 to 60 tokens; some share a prefix."""
     common = prompt_of(shared, 99)
     lengths = (1, 7, 30, 12, 40, 3, 25, 18)
     requests = []
@@ -367,7 +368,7 @@ def varied_requests(temperature: float, max_tokens: int = 14, shared: int = 20) 
 
 @dataclass
 class Output:
-    """Everything one choice gave."""
+    """Collected output of one choice."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob | None] = field(default_factory=list)
@@ -391,7 +392,7 @@ def collect(outputs: Outputs, deltas: list[Delta]) -> None:
 
 
 def run(engine: Engine, requests: Iterable[Request], after_step: Callable[[Engine], None] | None = None) -> Outputs:
-    """Run to the end; the engine is clean afterwards."""
+    """Runs all requests to the end and checks that the engine is clean."""
     outputs: Outputs = {}
     for each in requests:
         engine.submit(each)
@@ -406,7 +407,7 @@ def run(engine: Engine, requests: Iterable[Request], after_step: Callable[[Engin
 
 
 def assert_clean(engine: Engine) -> None:
-    """No work, no block, no sequence left."""
+    """Checks that no work, block, sequence or state is left."""
     assert not engine.has_work
     assert not engine._live
     assert not engine.memory._keys
@@ -421,7 +422,7 @@ def assert_clean(engine: Engine) -> None:
 
 
 def assert_same(found: Outputs, expected: Outputs) -> None:
-    """Tokens, ends and logprobs; a logprob may differ in its last float32 bit, since rows are computed in company."""
+    """Compares tokens, finish reasons and logprobs. Logprobs may differ in the last float32 bit, as batches differ."""
     assert found.keys() == expected.keys()
     for key, want in expected.items():
         have = found[key]
@@ -442,11 +443,11 @@ def assert_same_logprobs(found: Seq[TokenLogprob | None], expected: Seq[TokenLog
         np.testing.assert_allclose(values[0], values[1], rtol=2e-7, atol=1e-9)
 
 
-# Drafters made for tests.
+# Drafters for tests and recorders.
 
 
 class OracleDrafter(Drafter):
-    """Proposes the true continuation, corrupted at random: random lengths, junk, nothing at all."""
+    """Proposes the true continuation with random errors, of random length, or nothing."""
 
     method = "oracle"
 
@@ -471,7 +472,7 @@ class OracleDrafter(Drafter):
 
 
 def record_passes(engine: Any) -> list[tuple[str, int]]:
-    """(program, number of rows) of each pass from now on; the list grows."""
+    """A list that gets (program, number of rows) of each later pass."""
     passes: list[tuple[str, int]] = []
     original = engine.runner.run
 
@@ -484,7 +485,7 @@ def record_passes(engine: Any) -> list[tuple[str, int]]:
 
 
 def record_drafts(engine: Any) -> list[tuple[list[int], list[int]]]:
-    """(committed tokens, drafted tokens) of each draft from now on; the list grows."""
+    """A list that gets (committed tokens, drafted tokens) of each later draft."""
     drafts: list[tuple[list[int], list[int]]] = []
     propose = engine.drafting.drafter.propose
 

@@ -29,7 +29,7 @@ def test_every_field_has_a_default_a_flag_and_a_doc() -> None:
     ({"threads": 0}, "--threads is 0"), ({"seed": -1}, "--seed is -1"),
     ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype is 'fp8_e5m2', which is unknown.*int8, fp8"),
 ])  # fmt: skip
-def test_a_value_out_of_range_names_flag_and_value(values: dict[str, Any], message: str) -> None:
+def test_error_of_a_value_out_of_range_names_flag_and_value(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         EngineConfig(**values)
 
@@ -48,7 +48,7 @@ def test_a_value_out_of_range_names_flag_and_value(values: dict[str, Any], messa
     ("headstart train --kind mtp --out HEAD", "headstart train --kind mtp --out HEAD"),
     (LEAVE_OUT + ", or " + named("threads", 4), "leave it out, or threads=4"),
 ])  # fmt: skip
-def test_errors_name_options_as_python_does(text: str, keywords: str) -> None:
+def test_errors_name_options_as_python_keywords(text: str, keywords: str) -> None:
     with pytest.raises(ParameterError) as refused, errors_with_keywords():
         raise ParameterError(named("seed"), text, text)
     error = pickle.loads(pickle.dumps(refused.value))
@@ -57,7 +57,7 @@ def test_errors_name_options_as_python_does(text: str, keywords: str) -> None:
         raise UsageError(text, text)
 
 
-def test_adapters_have_names(tmp_path: Path) -> None:
+def test_adapter_names_from_paths_and_options(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("sql-v1.5", "chat.gguf")]
     for path in paths:
         path.mkdir()
@@ -71,19 +71,19 @@ def test_adapters_have_names(tmp_path: Path) -> None:
             EngineConfig(lora=wrong)
 
 
-def test_paths_and_integers_of_numpy(tmp_path: Path) -> None:
+def test_paths_and_numpy_integers_are_accepted(tmp_path: Path) -> None:
     given: Any = {"depth": np.int64(3), "threads": np.int8(1), "head": tmp_path, "lora": [tmp_path]}
     made = EngineConfig(**given)
     assert made == EngineConfig(depth=3, threads=1, head=str(tmp_path), lora=(str(tmp_path),))
     assert (type(made.depth), type(made.threads)) == (int, int)
 
 
-def test_other_engines_words_for_cache_types() -> None:
+def test_cache_types_of_other_engines_are_accepted() -> None:
     spellings: list[Any] = ["fp8", "fp8_e4m3", "bf16"]
     assert [EngineConfig(kv_cache_dtype=each).kv_cache_dtype for each in spellings] == ["fp8", "fp8", "bfloat16"]
 
 
-def test_speculative_config() -> None:
+def test_speculative_config_sets_fields() -> None:
     text = '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 5, "prompt_lookup_min": 2}'
     assert parse_speculative_config(text) == {"drafter": "ngram", "depth": 4, "ngram_max": 5, "ngram_min": 2}
     assert parse_speculative_config('{"method": "some_mtp", "model": "h"}') == {"drafter": "mtp", "head": "h"}
@@ -94,21 +94,21 @@ def test_speculative_config() -> None:
     ('{"num_speculative_tokens": "3"}', 'num_speculative_tokens is "3", but must be a whole number'),
     ('{"num_speculative_tokens": true}', "num_speculative_tokens is true"),
 ])  # fmt: skip
-def test_wrong_speculative_config(text: str, message: str) -> None:
+def test_invalid_speculative_config_names_the_problem(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         parse_speculative_config(text)
     assert caught.value.hint
 
 
-STRANGE: tuple[Any, ...] = (
+ODD_VALUES: tuple[Any, ...] = (
     None, True, -1, 0, 2**70, 3.5, float("nan"), "", "x", "[[1,2,3]]", "[1]", "[[1,null,3]]", "0.8,,", "1e999", "{}",
     "\0", "1" * 5000, "[" * 3000, b"x", [], [1], {},
 )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", config_fields())
-def test_any_value_is_taken_or_refused(name: str) -> None:
-    for value in STRANGE:
+def test_any_value_is_accepted_or_a_usage_error(name: str) -> None:
+    for value in ODD_VALUES:
         try:
             made = EngineConfig(**{name: value})
         except UsageError as error:
@@ -119,12 +119,12 @@ def test_any_value_is_taken_or_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 5000, "1" * 10_000, "null", "NaN", '"\\ud800"', ""])
-def test_any_text_for_a_speculative_config(text: str) -> None:
+def test_any_invalid_speculative_config_is_a_usage_error(text: str) -> None:
     with pytest.raises(UsageError, match="--speculative-config"):
         parse_speculative_config(text)
 
 
-def test_files_may_be_named_from_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_folder_is_expanded_in_file_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "text.txt").write_text("a text")
     EngineConfig(mmproj="~/text.txt", lookup_corpus="~/text.txt")

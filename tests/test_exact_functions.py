@@ -1,4 +1,4 @@
-"""Powers, logarithms and exponentials: numpy's to its last bit, and always the same ones."""
+"""headstart.exact: powers, logarithms and exponentials equal numpy's and have fixed bits."""
 
 import math
 
@@ -9,12 +9,12 @@ from headstart import exact
 
 
 @pytest.mark.parametrize(("base", "width"), [(1e4, 64), (1e6, 128), (5e5, 127), (150000.0, 256)])
-def test_frequencies(base: float, width: int) -> None:
+def test_geometric_equals_numpys_powers(base: float, width: int) -> None:
     expected = base ** (-np.arange(0, width, 2, dtype=np.float64) / width)
     np.testing.assert_array_max_ulp(np.array(exact.geometric(base, width)), expected, maxulp=1)
 
 
-def test_logarithms_and_exponentials() -> None:
+def test_log_and_exp_equal_numpys() -> None:
     for x in (1e-300, 0.5, math.e, 32.0, 1e300):
         assert math.isclose(exact.log(x), math.log(x), rel_tol=3e-16)
     values = np.linspace(-20, 20, 401, dtype=np.float32).reshape(1, 401)
@@ -26,7 +26,7 @@ def test_logarithms_and_exponentials() -> None:
     assert math.isnan(exact.exp(np.array([np.nan], np.float32))[0])
 
 
-def test_bits_are_fixed() -> None:
+def test_bits_of_geometric_are_fixed() -> None:
     assert [each.hex() for each in exact.geometric(10000.0, 6)] == [
         "0x1.0000000000000p+0", "0x1.7c3d2c4d63ff6p-5", "0x1.1a62d511f2b54p-9",
     ]  # fmt: skip

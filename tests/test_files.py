@@ -1,4 +1,4 @@
-"""What is written aside: whole or not at all, and a killed writer's remains go with the next one."""
+"""Atomic writes of files and folders, cleaning after killed writers, reading, locking, home folders."""
 
 import os
 import subprocess
@@ -33,12 +33,12 @@ with atomic_folder(out) as aside:
 def killed_while_writing(out: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", WRITER, str(out)], stdout=subprocess.PIPE) as writer:
         assert writer.stdout and writer.stdout.readline() == b"writing\n"
-        with written(out):  # the other one is alive: its files stay
+        with write_complete(out):  # files of a live writer stay
             assert len([path for path in out.parent.iterdir() if path.name.startswith(".")]) == 1 + (not out.suffix)
         writer.kill()
 
 
-def written(out: Path) -> AbstractContextManager[Path]:
+def write_complete(out: Path) -> AbstractContextManager[Path]:
     if not out.suffix:
         return files.atomic_folder(out)
     files.write_atomic(out, "whole")
@@ -46,18 +46,18 @@ def written(out: Path) -> AbstractContextManager[Path]:
 
 
 @pytest.mark.parametrize("name", ["folder", "file.json"])
-def test_what_a_killed_writer_left_goes_with_the_next(tmp_path: Path, name: str) -> None:
+def test_next_writer_removes_the_files_of_a_killed_one(tmp_path: Path, name: str) -> None:
     out = tmp_path / name
     killed_while_writing(out)
     (tmp_path / f".{name}.notes").write_text("mine")
     (tmp_path / f".other.{'0' * 12}").write_text("mine")
     assert len(list(tmp_path.iterdir())) == 4
-    with written(out):
+    with write_complete(out):
         pass
     assert {path.name for path in tmp_path.iterdir()} == {name, f".{name}.notes", f".other.{'0' * 12}"}
 
 
-def test_a_folder_that_was_moved_away_comes_back(tmp_path: Path) -> None:
+def test_replaced_folder_is_restored_after_a_crash(tmp_path: Path) -> None:
     old = tmp_path / f".out.{'a' * 12}.old"
     old.mkdir()
     (old / "mine").write_text("x")
@@ -66,7 +66,7 @@ def test_a_folder_that_was_moved_away_comes_back(tmp_path: Path) -> None:
     assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["out", "out/mine"]
 
 
-def test_what_lies_beside_stays_where_it_is_kept(tmp_path: Path) -> None:
+def test_atomic_folder_with_keep_preserves_other_files_and_links(tmp_path: Path) -> None:
     out, link = tmp_path / "out", tmp_path / "link"
     (out / ".git").mkdir(parents=True)
     (out / "model.safetensors").write_text("old")
@@ -77,24 +77,24 @@ def test_what_lies_beside_stays_where_it_is_kept(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"out", "link"}
 
 
-def test_a_pipe_a_device_and_a_big_file_are_not_read(tmp_path: Path) -> None:
+def test_read_regular_refuses_pipes_devices_and_large_files(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zeros").symlink_to("/dev/zero")
     (tmp_path / "big").write_bytes(b"123")
     for name in ("pipe", "zeros", "big", "absent", "."):
-        with pytest.raises(OSError):  # each has an error of its own
+        with pytest.raises(OSError):  # the errors differ
             files.read_regular(tmp_path / name, 2)
     assert files.read_regular(tmp_path / "big", 3) == b"123"
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="no file system that refuses directories")
-def test_a_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_user_path_expands_the_home_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert user_path("~/models/a") == tmp_path / "models/a"
     assert user_path("~no-such-user/a") == Path("~no-such-user/a")
 
 
-def test_what_cannot_be_written_is_said() -> None:
+def test_unwritable_folder_is_a_capacity_error() -> None:
     with (
         pytest.raises(CapacityError, match="cannot write /proc/headstart"),
         files.atomic_folder(Path("/proc/headstart/x")),
@@ -102,20 +102,20 @@ def test_what_cannot_be_written_is_said() -> None:
         pass
 
 
-def test_a_full_disk_is_told_with_the_file(tmp_path: Path) -> None:
+def test_full_disk_error_names_the_file(tmp_path: Path) -> None:
     resource = pytest.importorskip("resource")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
-        with pytest.raises(OSError, match=r"manifest\.json") as told:
+        with pytest.raises(OSError, match=r"manifest\.json") as raised:
             files.write_atomic(tmp_path / "manifest.json", b"x" * 10_000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert told.value.filename == str(tmp_path / "manifest.json")
+    assert raised.value.filename == str(tmp_path / "manifest.json")
     assert not list(tmp_path.iterdir())
 
 
-def test_two_processes_do_not_work_in_one_folder(tmp_path: Path) -> None:
+def test_locked_folder_is_exclusive(tmp_path: Path) -> None:
     folder = tmp_path / "work"
     with locked_folder(folder):
         with pytest.raises(UsageError, match="another process writes into"), locked_folder(folder):
@@ -127,6 +127,6 @@ def test_two_processes_do_not_work_in_one_folder(tmp_path: Path) -> None:
     assert not folder.exists()
 
 
-def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+def test_byte_order_mark_is_dropped(tmp_path: Path) -> None:
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "Why?"}', encoding="utf-8-sig")
     assert files.read_text(tmp_path / "prompts.jsonl", "a hint") == '{"prompt": "Why?"}'

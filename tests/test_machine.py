@@ -1,4 +1,4 @@
-"""Threads and memory of made-up machines: hosts, containers, cgroups of both versions."""
+"""Threads, memory and CPU load from simulated system files: hosts, containers, cgroups v1 and v2."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ GIB = 1 << 30
 
 
 def host(root: Path, files: dict[str, str] | None = None) -> Path:
-    """A machine of 64 GiB, 40 of them available, and more files of its system."""
+    """System files of a machine with 64 GiB, 40 of them available, and `files`."""
     meminfo = f"MemTotal:  {64 * GIB // 1024} kB\nMemFree: 1024 kB\nMemAvailable: {40 * GIB // 1024} kB\n"
     cpuinfo = "processor : 0\nmodel name\t: A Processor\nflags : fpu avx2 fma f16c avx512f\n"
     for name, text in {"proc/meminfo": meminfo, "proc/cpuinfo": cpuinfo, **(files or {})}.items():
@@ -23,7 +23,7 @@ def host(root: Path, files: dict[str, str] | None = None) -> Path:
     return root
 
 
-def test_a_host_without_limits(tmp_path: Path) -> None:
+def test_host_without_limits(tmp_path: Path) -> None:
     root = host(tmp_path, {"sys/fs/cgroup/memory.max": "max\n", "sys/fs/cgroup/cpu.max": "max 100000\n"})
     assert machine.memory(root) == machine.Memory(64 * GIB, 40 * GIB, None)
     assert machine.threads(root).quota is None
@@ -31,8 +31,8 @@ def test_a_host_without_limits(tmp_path: Path) -> None:
     assert machine.cpu(root) == machine.Cpu("A Processor", ("avx2", "fma", "f16c", "avx512f"))
 
 
-def test_a_container_of_version_2(tmp_path: Path) -> None:
-    """What it uses counts, but for cached files that can be dropped: a mapped checkpoint fills them."""
+def test_cgroup_v2_limits(tmp_path: Path) -> None:
+    """Memory in use counts, except inactive file pages, such as a mapped checkpoint: they can be dropped."""
     group = {
         "memory.max": f"{8 * GIB}\n",
         "memory.current": f"{5 * GIB}\n",
@@ -47,8 +47,7 @@ def test_a_container_of_version_2(tmp_path: Path) -> None:
     assert (threads.quota, threads.usable) == (1.5, 1)
 
 
-def test_a_group_inside_others(tmp_path: Path) -> None:
-    """The tightest of the groups around a process counts."""
+def test_nested_cgroups_use_the_tightest_limit(tmp_path: Path) -> None:
     top = "sys/fs/cgroup"
     root = host(
         tmp_path,
@@ -67,8 +66,8 @@ def test_a_group_inside_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("own", ["/docker/abc", "/seen/from/outside", "/../elsewhere"])
-def test_a_container_of_version_1(own: str, tmp_path: Path) -> None:
-    """Its own group lies at the path it is told, or at the top."""
+def test_cgroup_v1_limits(own: str, tmp_path: Path) -> None:
+    """The group's files are at the path of /proc/self/cgroup or at the top."""
     inside = "docker/abc/" if own == "/docker/abc" else ""
     top = "sys/fs/cgroup"
     root = host(
@@ -89,13 +88,13 @@ def test_a_container_of_version_1(own: str, tmp_path: Path) -> None:
     assert (threads.quota, threads.usable) == (0.5, 1)
 
 
-def test_a_system_that_tells_nothing(tmp_path: Path) -> None:
+def test_missing_system_files(tmp_path: Path) -> None:
     assert machine.memory(tmp_path).available == machine.UNKNOWN_MEMORY
     assert machine.threads(tmp_path).quota is None
 
 
-def test_limits_of_the_process() -> None:
-    """`ulimit -v` and `-d` bound the memory, with what is in use taken off."""
+def test_process_limits_bound_the_memory() -> None:
+    """The limits of `ulimit -v` and `-d`, less the memory in use, bound the available memory."""
     pytest.importorskip("resource")
     code = f"import resource; resource.setrlimit(resource.RLIMIT_DATA, ({2 * GIB}, resource.RLIM_INFINITY))"
     code += "; from headstart import machine; found = machine.memory(); print(found.limit, found.available)"
@@ -104,8 +103,8 @@ def test_limits_of_the_process() -> None:
     assert limit == 2 * GIB and 0 < available < 2 * GIB
 
 
-def test_other_load_is_cpu_time_beyond_our_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of CPUs that this process may not use, and idle time, nothing counts."""
+def test_other_load_excludes_the_own_cpu_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPUs outside the affinity mask and idle time do not count."""
     monkeypatch.setattr(machine.system, "cpus", lambda: frozenset({0, 2}))
     now = {"monotonic": 10.0, "process_time": 1.0}
     for name in now:

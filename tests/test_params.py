@@ -1,4 +1,4 @@
-"""SamplingParams: types, ranges, lists; texts that shall not come, ids that alone may."""
+"""SamplingParams: types, ranges, lists, bad_words, allowed_token_ids, recommended values."""
 
 import pickle
 from dataclasses import replace
@@ -47,7 +47,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_wrong_values(case: str) -> None:
+def test_invalid_values_name_the_parameter(case: str) -> None:
     values, message = WRONG[case]
     with pytest.raises(UsageError, match=message) as refused:
         SamplingParams(**values)
@@ -64,7 +64,7 @@ ANYTHING = st.one_of(
 
 @settings(max_examples=120)
 @given(st.sampled_from(list(SamplingParams.__dataclass_fields__)), ANYTHING)
-def test_any_value_is_taken_or_refused_by_name(name: str, value: Any) -> None:
+def test_any_value_is_accepted_or_refused_by_name(name: str, value: Any) -> None:
     try:
         made = SamplingParams(**{"max_tokens": 10**9, name: value})
     except UsageError as error:
@@ -73,7 +73,7 @@ def test_any_value_is_taken_or_refused_by_name(name: str, value: Any) -> None:
         assert replace(made) == made
 
 
-def test_numbers_of_numpy_and_one_text_for_a_list() -> None:
+def test_numpy_numbers_and_single_texts_are_converted() -> None:
     made = SamplingParams(
         temperature=np.float32(0.5), max_tokens=np.int64(5), stop="ab", bad_words="c", stop_token_ids=np.arange(2)
     )  # type: ignore[call-overload, unused-ignore]
@@ -82,8 +82,8 @@ def test_numbers_of_numpy_and_one_text_for_a_list() -> None:
 
 
 @pytest.mark.slow
-def test_lists_pass_a_type_checker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a user writes; with the settings, and the cache, of `make lint`."""
+def test_type_checker_accepts_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mypy checks a user's code with the settings and the cache of `make lint`."""
     monkeypatch.chdir(Path(__file__).parents[1])
     file = tmp_path / "user.py"
     file.write_text(
@@ -107,7 +107,7 @@ PARAMS = SamplingParams(temperature=0.9, seed=5, max_tokens=60, ignore_eos=True)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["none", "mtp", "ngram"])
-def test_only_allowed_ids_come(drafter: str) -> None:
+def test_only_allowed_token_ids_are_generated(drafter: str) -> None:
     allowed = [5, 9, 40, 77]
     plain = llm(drafter="none", max_num_seqs=1)
     params = replace(PARAMS, allowed_token_ids=allowed)
@@ -122,8 +122,8 @@ def test_only_allowed_ids_come(drafter: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", ["none", "mtp", "ngram"])
-def test_bad_words_do_not_come(drafter: str) -> None:
-    """Of one token and of several, in the output alone: the prompt may hold them."""
+def test_bad_words_are_not_generated(drafter: str) -> None:
+    """Bad words of one and of two tokens are excluded from the output."""
     each = llm(drafter=drafter, depth=3)
     prompt = each.encode("the thing")
     tokens = each.generate([prompt], PARAMS)[0].token_ids
@@ -149,12 +149,12 @@ def test_bad_words_do_not_come(drafter: str) -> None:
     ({"repetition_penalty": 1.05}, {"repetition_penalty": 1.05}),
     ({"do_sample": False, "repetition_penalty": 1.05}, {"temperature": 0.0, "repetition_penalty": 1.05}),
 ])  # fmt: skip
-def test_what_a_model_recommends(said: dict[str, Any], meant: dict[str, Any]) -> None:
+def test_recommended_parameters_from_generation_config(said: dict[str, Any], meant: dict[str, Any]) -> None:
     assert recommended(said) == meant
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("said", [{"temperature": -1}, {"top_p": "0.9"}, {"top_k": 1.5}, {"repetition_penalty": [1]}])
-def test_a_recommendation_that_means_nothing_is_refused(said: dict[str, Any]) -> None:
+def test_invalid_recommended_values_are_refused(said: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(said))):
         recommended(said)

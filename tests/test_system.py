@@ -1,4 +1,4 @@
-"""What only some systems have; and the package where it is not there."""
+"""headstart.system: locks, pipes, forks, process groups; the package without POSIX-only modules."""
 
 import mmap
 import os
@@ -18,7 +18,7 @@ from headstart import system
 ROOT = Path(__file__).parents[1]
 
 
-def test_a_lock_is_had_once(tmp_path: Path) -> None:
+def test_lock_is_exclusive(tmp_path: Path) -> None:
     path = tmp_path / "file"
     with path.open("w") as first, path.open("w") as second:
         assert system.try_lock(first.fileno())
@@ -27,7 +27,7 @@ def test_a_lock_is_had_once(tmp_path: Path) -> None:
         assert system.try_lock(third.fileno())
 
 
-def test_a_pipe_without_a_reader_is_noticed() -> None:
+def test_pipe_without_a_reader_is_detected() -> None:
     reading, writing = os.pipe()
     with os.fdopen(writing, "w") as stream:
         assert not system.has_no_reader(stream)
@@ -35,12 +35,12 @@ def test_a_pipe_without_a_reader_is_noticed() -> None:
         assert system.has_no_reader(stream)
 
 
-def test_a_fork_says_what_ended_it() -> None:
+def test_run_in_fork_returns_the_signal() -> None:
     assert system.run_in_fork(lambda: None) == 0
     assert system.run_in_fork(lambda: os.kill(os.getpid(), signal.SIGTERM)) == signal.SIGTERM
 
 
-def test_a_fork_has_limits() -> None:
+def test_fork_limits_time_and_memory() -> None:
     def spin() -> None:
         system.limit_resources(0.05, 600, 1 << 30)
         while True:
@@ -49,7 +49,7 @@ def test_a_fork_has_limits() -> None:
     def fill() -> None:
         system.limit_resources(60.0, 60, 1 << 26)
         try:
-            mmap.mmap(-1, 1 << 27)  # not of a heap that has so much free
+            mmap.mmap(-1, 1 << 27)  # not from free heap memory
         except OSError:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -59,7 +59,7 @@ def test_a_fork_has_limits() -> None:
     assert system.run_in_fork(fill) == signal.SIGTERM
 
 
-def test_a_group_of_processes_is_ended() -> None:
+def test_process_group_is_ended() -> None:
     command = ["bash", "-c", "trap '' INT; sleep 100 & echo; wait"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
     assert process.stdout is not None
@@ -109,14 +109,14 @@ sys.exit(app.run(["generate", sys.argv[1], "--prompt", "Hi", "--max-tokens", "3"
 
 
 @pytest.mark.slow
-def test_it_runs_without_what_windows_lacks(tmp_path: Path) -> None:
+def test_package_runs_without_posix_only_modules(tmp_path: Path) -> None:
     folder = write_tiny("llama", tmp_path / "model")
     done = subprocess.run([sys.executable, "-c", WITHOUT, str(folder)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "3 tokens" in done.stderr
 
 
-def test_a_process_that_ignores_an_interrupt_is_killed() -> None:
+def test_process_that_ignores_sigint_is_killed() -> None:
     code = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print(flush=True); time.sleep(600)"
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True) as process:
         assert process.stdout is not None and process.stdout.readline()

@@ -17,7 +17,7 @@ from headstart.models.base import Family
 from headstart.models.small import Arrays
 from headstart.text.token_bytes import byte_alphabet
 
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1 (begins a text) and 2 (ends one)
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 0, 1 (beginning of text) and 2 (end of text)
 MERGES = (
     ("t", "h"), ("th", "e"), ("i", "n"), ("e", "r"), ("a", "n"), ("o", "u"), (" ", "t"), (" t", "he"), (" ", "a"),
     ("\n", "\n"), (" ", " "), ("in", "g"),

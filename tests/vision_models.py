@@ -1,4 +1,4 @@
-"""Tiny random models that read images, as transformers writes them, with a tokenizer and a chat template."""
+"""Tiny random vision models saved by transformers, with a tokenizer and a chat template."""
 
 import json
 from functools import cache
@@ -128,7 +128,7 @@ def gemma4(kind: str) -> tuple[Any, Path]:
             part = name.rpartition(".")[2]
             if part in ("std_bias", "std_scale"):
                 buffer.copy_(torch.randn(buffer.shape) * 0.3 + (part == "std_scale"))
-            elif part.endswith(("put_min", "put_max")) and "layers.1.mlp.up" not in name:  # which has none
+            elif part.endswith(("put_min", "put_max")) and "layers.1.mlp.up" not in name:  # has no clipping bounds
                 buffer.copy_(
                     torch.rand(()) * (0.5 if "min" not in part else -0.5) + (0.4 if "min" not in part else -0.4)
                 )
@@ -271,7 +271,7 @@ def smolvlm() -> tuple[Any, Path]:
 
 
 def copied(source: Path, target: Path, without: str = "", **changes: Any) -> None:
-    """Copies a model without the tensors whose names contain a text, and changes keys of its config."""
+    """Copies a model without tensors whose names contain `without`, and changes keys of its config."""
     arrays = {name: tensor.float32() for name, tensor in safetensors.open_checkpoint(source).tensors.items()}
     for file in source.glob("*.json"):
         (target / file.name).write_bytes(file.read_bytes())
@@ -282,7 +282,7 @@ def copied(source: Path, target: Path, without: str = "", **changes: Any) -> Non
 
 
 def randomize(model: Any, *parts: str) -> None:
-    """Random tensors with outputs of usual size in the parts of a model."""
+    """Fills the given parts of a model with random tensors whose outputs have a usual scale."""
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             if any(part in name for part in parts):
@@ -292,7 +292,7 @@ def randomize(model: Any, *parts: str) -> None:
 
 
 def write_tokenizer(folder: Path, tokenizer: Any, placeholder: str) -> None:
-    """tokenizer.json, and tokenizer_config.json with a chat template that writes this for an image."""
+    """Writes tokenizer.json, and tokenizer_config.json with a chat template that writes `placeholder` for an image."""
     tokenizer.save(str(folder / "tokenizer.json"))
     tokens = {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     template = TEMPLATE.replace("<start_of_image>", placeholder)
@@ -301,7 +301,7 @@ def write_tokenizer(folder: Path, tokenizer: Any, placeholder: str) -> None:
 
 
 def random_image(seed: int, width: int = 50, height: int = 41) -> Image:
-    """A random image, smooth enough to survive resizing."""
+    """A random image of large squares, so that resizing keeps its content."""
     coarse = np.random.default_rng(seed).integers(0, 256, (5, 6, 3)).astype(np.uint8)
     rows, columns = np.arange(height) * 5 // height, np.arange(width) * 6 // width
     return Image.of(coarse[rows][:, columns])
@@ -311,7 +311,7 @@ KINDS = ("gemma3", "smolvlm", "mistral3", *QWEN, *GEMMA4)
 
 
 def published(kind: str) -> tuple[Any, Path]:
-    """(transformers' model, its directory) of one of KINDS."""
+    """(transformers' model, its directory) of a kind in KINDS."""
     if kind in GEMMA4:
         return gemma4(kind)
     return qwen(kind) if kind in QWEN else {"gemma3": gemma3, "smolvlm": smolvlm, "mistral3": mistral3}[kind]()

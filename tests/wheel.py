@@ -1,8 +1,8 @@
-"""The wheel where there is nothing else: `make wheel`, or `python tests/wheel.py WHEEL [--python PROGRAM ...]`
+"""Checks the wheel in bare environments: `make wheel`, or `python tests/wheel.py WHEEL [--python PROGRAM ...]`
 
-Looks at what is in it, and for each Python that is found installs it into an environment without torch, with wheels of
-the package index only and no compiler in PATH; then has it tell its version, look at the machine, and write the same
-texts as the others. With qemu's user mode it does so as old processors, too. Needs Python's library alone.
+Checks the wheel's files. For each Python found, installs the wheel into an environment without torch, with binary
+wheels of the package index only and no compiler in PATH, runs `--version` and `doctor`, and compares generated texts.
+With qemu's user mode, generates a text on old processors, too. Needs the standard library only.
 """
 
 import argparse
@@ -29,8 +29,8 @@ USELESS = re.compile(r"(^|/)(tests?|docs|csrc|benchmarks|__pycache__)/|\.(pyc|cp
 
 
 @dataclass(frozen=True)
-class Tried:
-    """An environment with the wheel in it, and what it wrote."""
+class TriedEnvironment:
+    """An environment with the wheel and the texts generated there."""
 
     name: str
     python: Path
@@ -47,7 +47,7 @@ def main() -> int:
     tried = []
     with tempfile.TemporaryDirectory(prefix="wheel-") as folder:
         for number, program in enumerate(found):
-            tried.append(attempt(options.wheel, program, Path(folder) / str(number)))
+            tried.append(try_wheel(options.wheel, program, Path(folder) / str(number)))
         if len({each.texts for each in tried}) > 1:
             raise SystemExit(f"texts differ: { {each.name: each.texts for each in tried} }")
         old_processors(tried[0])
@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def contents(wheel: Path) -> None:
-    """Sizes by folder. Raises SystemExit where something is in it that nobody needs."""
+    """Prints sizes by folder. Raises SystemExit for files that do not belong into a wheel."""
     with zipfile.ZipFile(wheel) as archive:
         members = [each for each in archive.infolist() if not each.is_dir()]
     if useless := [each.filename for each in members if USELESS.search(each.filename)]:
@@ -76,7 +76,7 @@ def contents(wheel: Path) -> None:
 
 
 def pythons() -> Iterator[str]:
-    """One of each version that starts: in PATH, or where pyenv keeps them."""
+    """One working Python of each version, in PATH or of pyenv."""
     kept = [str(each) for each in Path("~/.pyenv/versions").expanduser().glob("*/bin")]
     places = os.environ.get("PATH", os.defpath).split(os.pathsep) + kept
     for minor in VERSIONS:
@@ -87,8 +87,8 @@ def pythons() -> Iterator[str]:
         yield from list(starts)[:1]
 
 
-def attempt(wheel: Path, program: str, home: Path) -> Tried:
-    """Raises SystemExit where something does not work."""
+def try_wheel(wheel: Path, program: str, home: Path) -> TriedEnvironment:
+    """Installs the wheel for a Python and generates texts. Raises SystemExit on any failure."""
     begun = time.monotonic()
     run([program, "-m", "venv", "--without-pip", str(home)])
     python = home / "bin" / "python"
@@ -116,21 +116,21 @@ def attempt(wheel: Path, program: str, home: Path) -> Tried:
         speed = answer["timing"]["decode_tokens_per_s"]
         seconds = time.monotonic() - begun
         print(f"  {model or 'default model'}: {seconds:.1f} s, {speed:.0f} tokens/s: {answer['text'][:60]!r}")
-    return Tried(f"{version}.", python, tuple(texts))
+    return TriedEnvironment(f"{version}.", python, tuple(texts))
 
 
-def old_processors(tried: Tried) -> None:
-    """The same texts on other instruction sets need not come; that any come shows that nothing newer is used."""
+def old_processors(tried: TriedEnvironment) -> None:
+    """Generates a text on old processors: this shows that no newer instruction is used. Texts may differ there."""
     qemu = shutil.which("qemu-x86_64") or shutil.which("qemu-x86_64-static")
     if not qemu:
         print("not tried: older processors (qemu-x86_64 of Debian's qemu-user is not installed)")
         return
     paths = "from headstart.kernels.native import _native; print(*_native.paths())"
-    # what says which of its own kernels numpy's library takes, where that was found wrong, is not for other processors
+    # OPENBLAS_ variables may choose kernels that old processors lack
     plain = {name: value for name, value in os.environ.items() if not name.startswith("OPENBLAS_")}
     for name in OLD:
         begun = time.monotonic()
-        command = [qemu, "-cpu", name, str(tried.python), "-P"]  # the wheel's package, not this checkout's
+        command = [qemu, "-cpu", name, str(tried.python), "-P"]  # the wheel's package, not the checkout's
         found = run([*command, "-c", paths], plain).strip()
         asked = ["-m", "headstart", "generate", MODELS[0], *ASKED, "--max-tokens", "8", "--threads", "1"]
         answer = json.loads(run([*command, *asked], plain))
