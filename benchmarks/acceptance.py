@@ -3,8 +3,9 @@
     python benchmarks/acceptance.py --questions question.jsonl --temperature 0
     python benchmarks/acceptance.py --questions question.jsonl --head ./my-head --per-category 10 --max-tokens 128
 
-Prompts are the first turns of Spec-Bench (`question_id`, `category`, `turns`), chat template applied, up to the natural
-end of the text, fixed depth; acceptance length = 1 + accepted / drafts; the last row is the macro mean over categories.
+Prompts are the first turns of Spec-Bench (`question_id`, `category`, `turns`) in the chat template. Texts run to their
+natural end, with a fixed depth. Acceptance length = 1 + accepted / drafts. The last row is the macro mean over
+categories.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from headstart.core import DraftStats, SamplingParams
 
 
 def measure(llm: LLM, prompts: list[tuple[str, str]], temperature: float, max_tokens: int) -> dict[str, DraftStats]:
-    """Counts of drafting per category."""
+    """Draft statistics per category."""
     params = [SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed) for seed in range(len(prompts))]
     done = 0
     with progress("decoding") as advance:

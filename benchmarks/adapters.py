@@ -1,10 +1,10 @@
-"""What LoRA adapters cost: tokens/s of plain decoding without adapters, with one, and with as many as there are texts.
+"""Cost of LoRA adapters: tokens/s of plain decoding without adapters, with one, and with one per text.
 
     python benchmarks/adapters.py
     python benchmarks/adapters.py --model ./my-model --rank 64 --batch-sizes 1,8
 
-The adapters are random factors for all attention and MLP matrices: their text means nothing, their cost is that of
-trained ones. Each row is the median of several rounds, taken in turns.
+The adapters have random factors for all attention and MLP matrices, at the cost of trained ones. Each row is the median
+of several rounds; rows alternate.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def write_adapter(folder: Path, llm: LLM, rank: int, seed: int) -> Path:
 
 
 def speed(llm: LLM, prompts: list[str], loras: list[str], tokens: int) -> float:
-    """Tokens/s of all texts together."""
+    """Total tokens/s of all texts."""
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     started = time.perf_counter()
     llm.generate(prompts, params, lora=loras, depth=0)

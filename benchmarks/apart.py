@@ -1,12 +1,12 @@
-"""One server beside a prefill and a decode server (`serve --role`), under long prompts and running texts at once.
+"""One server against separate prefill and decode servers (`serve --role`), under streams and long prompts.
 
     python benchmarks/apart.py --streams 4 --prompts 12 --tokens 2000
 
-`--streams` texts are written all the time (short prompts, 200 tokens each, the next one as soon as one ends) while a
-prompt of `--tokens` random ids with an answer of 16 tokens comes every `--every` seconds. Ways, in turn, `--rounds`
-times: `one`, a server on all `--cpus`; `apart`, the same number of CPUs, one for the prefill server and the others for
-the decode server, which share a folder; `http`, the same with two folders. Of the streams milliseconds a token and the
-gaps between pieces, of the prompts the time to the first token. Greedy, so all ways have to write the same texts.
+`--streams` clients stream continuously (short prompts, 200 tokens each). Meanwhile a prompt of `--tokens` random ids
+with an answer of 16 tokens arrives every `--every` seconds. Set-ups, in turn, `--rounds` times: `one`, a server on all
+`--cpus`; `apart`, one CPU for the prefill server and the others for the decode server, which share a folder; `http`,
+the same with two folders. Reported: milliseconds per token and gaps between pieces of the streams, time to first token
+of the prompts. Decoding is greedy, and all set-ups must write the same texts.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def prompt_of(seed: int, length: int) -> list[int]:
 
 
 @contextmanager
-def started(
+def start_servers(
     args: argparse.Namespace, way: str, folder: Path
 ) -> Iterator[tuple[HeadstartServer, HeadstartServer | None]]:
-    """The server that is asked, and the one that computes prompts for it."""
+    """The server that gets the requests, and its prefill server."""
     model, cpus = [args.model] if args.model else [], args.cpus.split(",")
     with ExitStack() as stack:
         if way == "one":
@@ -57,7 +57,7 @@ def started(
 
 
 async def load(args: argparse.Namespace, served: HeadstartServer, seed: int) -> Row:
-    """Streams and prompts at once, until all prompts are answered."""
+    """Runs streams and prompts concurrently until all prompts are answered."""
     first, gaps, paces, texts = list[float](), list[float](), list[float](), dict[str, str]()
     done = asyncio.Event()
     more = {"speculation": {"mode": "off"}} if args.plain else {}
@@ -116,7 +116,7 @@ def main() -> None:
         for way in args.ways if turn % 2 == 0 else args.ways[::-1]:
             folder = Path(tempfile.mkdtemp(prefix="apart-", dir=args.folder))
             try:
-                with started(args, way, folder) as (served, prefill):
+                with start_servers(args, way, folder) as (served, prefill):
                     served.ask_all([prompt_of(-1, 300)], 8)
                     begun = time.perf_counter()
                     row = asyncio.run(load(args, served, 1000 * (turn + 1)))

@@ -1,9 +1,9 @@
-"""Averages the weights of two heads, of which one continued the training of the other (Wortsman et al. 2022, "Robust
-fine-tuning of zero-shot models"): what the later text taught, with less lost of what the earlier one did.
+"""Averages the weights of a head and of its continued training (Wortsman et al. 2022, "Robust fine-tuning of zero-shot
+models"), to keep more of the earlier training.
 
     python benchmarks/average_heads.py EARLIER LATER --out AVERAGE --share 0.6
 
-The draft vocabulary is that of EARLIER, the provenance that of LATER.
+The result has the draft vocabulary of EARLIER and the provenance of LATER.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("earlier", type=Path)
     parser.add_argument("later", type=Path)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--share", type=float, default=0.6, help="of LATER, 0 to 1")
+    parser.add_argument("--share", type=float, default=0.6, help="weight of LATER, 0 to 1")
     args = parser.parse_args()
     if args.out.exists():
         parser.error(f"{args.out} exists")

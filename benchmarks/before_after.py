@@ -1,10 +1,10 @@
-"""Is a version of headstart slower than another one? Passes, drafts and Python's share of a step, in alternating turns.
+"""Compares the speed of two versions of headstart: passes, drafts and the Python share of a step, in alternating turns.
 
     python benchmarks/before_after.py OLD NEW --rounds 7        # checkouts, each with its own .venv
 
-A turn is a process: the checkout's own `headstart bench step`. Rounds go A B, B A, ...; ratios are taken within a
-round. Medians over rounds, with quartiles of the ratios. Exit code 1 where the ratios of a kind (passes, drafts, and
-those in running generations) have a geometric mean above `--allowed`.
+A turn is a process: the checkout's own `headstart bench step`. Rounds alternate A B, B A, ...; ratios are taken within
+a round. Printed are medians over rounds, with quartiles of the ratios. Exit code 1 if the ratios of a kind (passes,
+drafts, both in running generations) have a geometric mean above `--allowed`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def resolved(text: str) -> Path:
 
 
 def measure(checkout: Path, args: argparse.Namespace) -> Numbers:
-    """Milliseconds by name, of one run of `headstart bench step`."""
+    """Milliseconds by name from one run of `headstart bench step`."""
     words = ["bench", "step", "--rows", args.rows, "--repeats", str(args.repeats), "--json"]
     words += ["--threads", str(args.threads)] if args.threads else []
     command = [str(checkout / ".venv/bin/python"), "-m", "headstart", *words]

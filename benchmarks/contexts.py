@@ -1,21 +1,21 @@
-"""Long contexts beside llama.cpp: prompt and decode speed and memory behind 1k, 8k and 32k tokens.
+"""Long contexts against llama.cpp: prefill and decode speed and memory with contexts of 1k, 8k and 32k tokens.
 
     python benchmarks/contexts.py --work WORK --llama-bin LLAMA/build/bin --json contexts.json
     python benchmarks/contexts.py --work WORK --lengths 1024,8192 --rounds 5
     python benchmarks/contexts.py --work WORK --accuracy MODEL --texts prompts.jsonl
 
 The model is a Llama shape of 50 million weights (12 layers of 512, 8 heads over 4 of 64, vocabulary 32,000) with random
-values in Q8_0, so that keys and values weigh as much as they ever do; its file is written to WORK. A round is one
-prompt of random tokens and exactly `--tokens` tokens after it, greedy: seconds to the first token, then tokens/s from
-the first to the last. headstart keeps keys and values in bfloat16, int8 and FP8; llama.cpp
+values in Q8_0, so that the KV cache has a large share of the reads; its file is written to WORK. A round is one prompt
+of random tokens and exactly `--tokens` greedy tokens after it: seconds to the first token, then tokens/s from the first
+to the last. headstart keeps keys and values in bfloat16, int8 and FP8; llama.cpp
 (llama-batched-bench, one sequence, which samples nothing) in f16, with and without flash attention. Engines take turns
-(the others are stopped) in alternating order; ratios are taken within a round, to the better of llama.cpp's rows.
+in alternating order while the others are stopped; ratios are taken within a round, to the better of llama.cpp's rows.
 
-`--accuracy` reads texts (a JSON string a line) with each type of keys and values: next-token distributions beside those
-with bfloat16, and the log-likelihood of the text.
+`--accuracy` scores texts (a JSON string per line) with each KV cache type: divergence of next-token distributions from
+those with bfloat16, and log-likelihood of the text.
 
-`of the limit`: bytes of weights and of keys and values that a token reads, over what the machine reads a second
-(`headstart doctor`'s measure), as a share of the time a token took. Memory: the most that was resident.
+`of the limit`: the minimum time of a token (bytes of weights and KV over the read bandwidth that `headstart doctor`
+measures) as a share of its measured time. Memory: peak resident size.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ KV_DTYPES: tuple[KVDtype, ...] = ("bfloat16", "float32", "int8", "fp8")
 
 
 class Headstart(WorkerEngine):
-    """A context in the same words as llama.cpp's."""
+    """A context measurement with llama.cpp's keys."""
 
     def context(self, prompt: Sequence[int], tokens: int) -> Record:
         found = self.ask("decode", prompt=list(prompt), max_tokens=tokens, ignore_eos=True)
@@ -94,13 +94,13 @@ def engines_for(args: argparse.Namespace, model: Path) -> list[Any]:
 
 
 def read_bandwidth(threads: int) -> float:
-    """Bytes a second."""
+    """Memory read bandwidth in bytes/s."""
     backend = open_backend(EngineConfig(threads=threads))
     return backend.read_bandwidth(readable_bytes(backend), READS)
 
 
 def limit_s(row: Engine, length: int, bandwidth: float) -> float:
-    """Seconds that reading a token's weights, keys and values takes at least."""
+    """Minimum seconds for reading the weights and KV of a token."""
     weights = sum(math.prod(shape) for _, shape in SIZES.tensors() if len(shape) == 2)
     cached = 2 * SIZES.layers * SIZES.kv_heads * SIZES.head_dim * length * BYTES[row.weights]
     return (weights * 34 / 32 + cached) / bandwidth
@@ -120,7 +120,7 @@ def measure(args: argparse.Namespace, engines: list[Any], length: int) -> list[R
 
 
 def table(engines: Sequence[Any], records: Sequence[Record], length: int, bandwidth: float) -> list[str]:
-    """Markdown of one length."""
+    """Markdown table for one context length."""
     speed = {
         engine.name: {
             "prompt": [length / each["prompt_s"] for each in records if each["engine"] == engine.name],
@@ -148,7 +148,7 @@ def table(engines: Sequence[Any], records: Sequence[Record], length: int, bandwi
 
 
 def accuracy(model_name: str, texts: Path, threads: int) -> list[str]:
-    """Markdown: each type of keys and values beside bfloat16, by teacher forcing."""
+    """Markdown table: each KV cache type against bfloat16, by teacher forcing."""
     configs = {kv: EngineConfig(backend="native", threads=threads, kv_cache_dtype=kv) for kv in KV_DTYPES}
     models = {kv: load_model(model_name, config) for kv, config in configs.items()}
     tokens = [
@@ -181,13 +181,13 @@ def options() -> argparse.Namespace:
     add("--work", type=Path, required=True, help="directory for the file and logs")
     add("--llama-bin", type=Path, help="directory of llama.cpp's programs")
     add("--lengths", type=lambda text: [int(word) for word in text.split(",")], default=[1024, 8192, 32768])
-    add("--tokens", type=int, default=64, help="written behind each prompt")
+    add("--tokens", type=int, default=64, help="output tokens after each prompt")
     add("--rounds", type=int, default=5)
-    add("--once-from", type=int, default=16384, help="lengths from here on get one round: minutes each")
-    add("--threads", type=int, default=os.cpu_count(), help="of every engine")
+    add("--once-from", type=int, default=16384, help="lengths from here on get one round, of some minutes")
+    add("--threads", type=int, default=os.cpu_count(), help="threads of every engine")
     add("--json", type=Path, help="file for all numbers")
-    add("--accuracy", metavar="MODEL", help="compare types of keys and values on this model, and measure nothing else")
-    add("--texts", type=Path, help="of --accuracy: a JSON string a line")
+    add("--accuracy", metavar="MODEL", help="only compare KV cache types on this model")
+    add("--texts", type=Path, help="for --accuracy: a JSON string per line")
     return parser.parse_args()
 
 
@@ -196,12 +196,12 @@ def main() -> int:
     if args.accuracy:
         print("\n".join(accuracy(args.accuracy, args.texts, args.threads)))
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `finally` ends the engines
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # runs `finally`, which ends the engines
     args.work.mkdir(parents=True, exist_ok=True)
     model = args.work / "llama-50m-Q8_0.gguf"
     if not model.exists():
         write_random_gguf(model, SIZES)
-    with ProcessPoolExecutor(1, get_context("spawn")) as apart:  # its buffer would count as memory of our children
+    with ProcessPoolExecutor(1, get_context("spawn")) as apart:  # its buffer would count as our memory
         bandwidth = apart.submit(read_bandwidth, args.threads).result()
     document: Record = {"provenance": provenance(args.threads), "read_bytes_per_s": bandwidth, "lengths": {}}
     if args.llama_bin:

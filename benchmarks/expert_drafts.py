@@ -3,17 +3,16 @@
     python benchmarks/expert_drafts.py --work WORK --models qwen3-30b --rates 0.9,0.7,0.5
 
 Files with random weights (measure/random_experts.py) are written to WORK and kept. Texts are sampled at T = 1, so that
-routers see all kinds of tokens. With `--kinds` every second text is greedy: it repeats itself and its experts; `auto by
-kind` then has prices for each kind, an upper bound of what prices by experts could give. A drafter of this script
-proposes each token of the plain text with the probability of the rate, else another one; a drafted token takes
-`--draft-share` of a plain pass, as a module of one layer would. All variants run in one process, in alternating
-turns; texts must be those of plain decoding.
+routers see varied tokens. With `--kinds` every second text is greedy and repeats its tokens and experts; `auto by kind`
+then has separate costs for each kind, an upper bound for costs by experts. A synthetic drafter proposes each token of
+the plain text with the given rate, else another token. A drafted token takes `--draft-share` of a plain pass, as a
+one-layer module would. All variants run in one process, in alternating turns; texts must equal those of plain decoding.
 
-`--passes`: milliseconds and distinct experts of passes by rows, as a multiple of those of one row.
+`--passes`: milliseconds and distinct experts of passes by number of rows, relative to one row.
 
-`--share 1,0.5`: shares of the weights that stay in memory, by the limit of a memory cgroup (needs root). The kernel
-drops the rest, and it is read from the disk again. With `--llama-bin LLAMA/build/bin` llama-bench runs on the same
-file, mapped, under a limit of its own.
+`--share 1,0.5`: shares of the weights that fit in memory, by a memory cgroup (needs root). The kernel drops the rest
+and reads it from the disk again. With `--llama-bin LLAMA/build/bin` llama-bench runs on the same file, mapped, under
+its own limit.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ from headstart.engine.depth import AutoDepth
 from headstart.kernels.backends import native
 
 PLAIN = "plain"
-LEARN = 4  # turns in which `auto` learns acceptance and prices
+LEARN = 4  # turns in which `auto` learns acceptance and costs
 
 
 class SyntheticDrafter(Drafter):
-    """Knows the plain texts, by seed, and is right at the given rate."""
+    """Drafts tokens of the known plain text (by seed) with the given acceptance rate."""
 
     method, max_depth = "synthetic", 8
 
@@ -85,7 +84,7 @@ class SyntheticDrafter(Drafter):
 class Variant:
     name: str
     depth: Depth
-    autos: tuple[AutoDepth, ...]  # of even and of odd texts, in turns
+    autos: tuple[AutoDepth, ...]  # for even and for odd texts
     rates: list[float] = field(default_factory=list)
 
 
@@ -113,7 +112,7 @@ class Bench:
         return auto
 
     def run(self, variant: Variant, number: int) -> float:
-        """Tokens/s of one turn; checks the texts."""
+        """Tokens/s of one turn. Checks the texts."""
         drafting, args = self.engine.drafting, self.args
         drafting.depth, drafting.auto = variant.depth, variant.autos[number % len(variant.autos)]
         seeds = range(number * args.streams, (number + 1) * args.streams)
@@ -137,8 +136,8 @@ class Bench:
 
 
 @contextmanager
-def counted(bench: Bench) -> Iterator[dict[int, list[tuple[int, float]]]]:
-    """Distinct experts and seconds of each trunk pass, by its rows."""
+def record_passes(bench: Bench) -> Iterator[dict[int, list[tuple[int, float]]]]:
+    """Distinct experts and seconds of trunk passes, by number of rows."""
     found: dict[int, list[tuple[int, float]]] = defaultdict(list)
     runner, forward = bench.engine.runner, bench.engine.runner.forward
 
@@ -158,10 +157,10 @@ def counted(bench: Bench) -> Iterator[dict[int, list[tuple[int, float]]]]:
 
 
 def passes(bench: Bench, depths: Sequence[int]) -> None:
-    """Seconds and experts of passes by rows, and what experts explain of the seconds of passes of equal rows."""
+    """Prints seconds and experts of passes by rows, and seconds per expert among passes of equal rows."""
     auto = AutoDepth(bench.drafter.method)
     bench.drafter.rate = 0.7
-    with counted(bench) as found:
+    with record_passes(bench) as found:
         for number, depth in enumerate(depths):
             bench.run(Variant(f"depth {depth}", depth, (auto,)), number)
     one = median(experts for experts, _ in found[bench.args.streams])
@@ -180,7 +179,7 @@ def passes(bench: Bench, depths: Sequence[int]) -> None:
 
 
 def compare(bench: Bench, name: str) -> None:
-    """A table of all variants at each rate."""
+    """Prints a table of all variants at each rate."""
     args, before = bench.args, load_now()
     print(f"\n{name}, {args.streams} at a time\n\n| acceptance | variant | tokens/s | to plain |\n|" + "---|" * 4)
     unused = AutoDepth(bench.drafter.method)
@@ -214,17 +213,17 @@ def compare(bench: Bench, name: str) -> None:
 
 
 def weights_in_memory(bench: Bench, group: MemoryGroup, share: float) -> None:
-    """Limit this process to its own memory and a share of the packed weights."""
+    """Limits this process to its own memory and a share of the packed weights."""
     mapped = bench.llm.model.backend._cache._mapped
     assert mapped is not None, "the weights are mapped"
     group.limit(anonymous_bytes(os.getpid()) + int(share * mapped.data.nbytes))
 
 
 def llama_bench(args: argparse.Namespace, path: Path, share: float | None = None, own: int = 0) -> tuple[str, int]:
-    """llama-bench on the mapped file: tokens/s of one token at a time, and the most memory of its own in bytes.
+    """llama-bench on the mapped file: tokens/s of single-token decoding, and its peak anonymous memory in bytes.
 
-    share: of the file that stays in memory, beside `own` bytes; None without a limit. Weights are not repacked: the
-    copy would be memory of its own.
+    share: part of the file that fits in memory, beside `own` bytes; None: no limit. Weights are not repacked, as the
+    copy would be anonymous memory.
     """
     command = [args.llama_bin / "llama-bench", "-m", path, "-p", "0", "-n", str(args.tokens), "-r", str(args.rounds)]
     command += ["-t", str(args.threads or os.cpu_count()), "-lm", "mmap", "--repack", "0", "-o", "json"]
@@ -245,10 +244,10 @@ def llama_bench(args: argparse.Namespace, path: Path, share: float | None = None
 
 
 def by_memory(args: argparse.Namespace, path: Path, name: str) -> None:
-    """Plain decoding, drafts and llama.cpp at each share of the weights in memory."""
+    """Plain decoding, drafting and llama.cpp at each share of weights in memory."""
     group = MemoryGroup("headstart-bench")
     group.limit()
-    native.MAX_WEIGHTS = 0.0  # as if the weights exceeded the memory
+    native.MAX_WEIGHTS = 0.0  # treat the weights as larger than memory
     drop_page_cache()
     group.add(os.getpid())
     try:
@@ -278,10 +277,10 @@ def main() -> int:
     parser.add_argument("--draft-share", type=float, default=0.03)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--share", type=lambda text: [float(each) for each in text.split(",")], default=[])
-    parser.add_argument("--llama-bin", type=Path, help="llama.cpp's programs: llama-bench beside, with --share")
+    parser.add_argument("--llama-bin", type=Path, help="folder of llama-bench, for --share")
     parser.add_argument("--no-read-ahead", action="store_true")
-    parser.add_argument("--kinds", action="store_true", help="every second text is greedy: it repeats itself")
-    parser.add_argument("--passes", action="store_true", help="only the seconds and experts of passes")
+    parser.add_argument("--kinds", action="store_true", help="every second text is greedy and repetitive")
+    parser.add_argument("--passes", action="store_true", help="only measure seconds and experts of passes")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
     for name in args.models:
