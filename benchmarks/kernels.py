@@ -1,17 +1,16 @@
-"""The kernels of the cuda backend without a GPU: compiled for one, and counted in Triton's interpreter.
+"""Kernels of the cuda backend without a GPU: compiled for a GPU, or timed in Triton's interpreter.
 
     python benchmarks/kernels.py compile                               # for sm_90: all families and weight formats
     python benchmarks/kernels.py compile --targets sm_80,gfx942 --rows llama,qwen3_5,mimo+awq
     python benchmarks/kernels.py interpret                             # pytest tests/kernels/cuda, kernel by kernel
 
-compile    Engines on small random models of the rows of verify_families.py, on sizes of large models and on the
-           default model (where it is) run as on a GPU, but every launch is compiled to the binary, by Triton's
-           compiler and ptxas (or LLVM for AMD), and nothing runs. Per kernel: binaries, the most shared memory,
-           registers of a thread, and bytes that did not fit into those. Red: what does not compile or has more shared
-           memory than the GPU; passes of one program that use other binaries with other numbers of rows, as then bits
-           could differ; fused multiply-adds or inexact divisions in the sampler. A row is written to --out when it is
-           done and not compiled again while the backend's files and Triton stay as they are: a stopped run goes on.
-interpret  Launches, programs and seconds of each kernel while the tests run.
+compile    Runs engines on the small random models of verify_families.py, on sizes of large models, and on the default
+           model if present. Each kernel launch is compiled to a binary by Triton and ptxas (or LLVM for AMD) and not
+           run. Per kernel: binaries, maximum shared memory, registers of a thread, spilled bytes. Red: compilation
+           errors; more shared memory than the GPU has; binaries that depend on the number of rows of a pass, as bits
+           could then differ; fused multiply-adds or inexact divisions in the sampler. Finished rows are written to
+           --out and reused while the backend's files and Triton are unchanged, so that a stopped run can be continued.
+interpret  Launches, programs and seconds of each kernel during the tests.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ ONE_BY_ONE = {"scatter", "keep", "conv_states", "count", "sort_into_tiles", "cho
 def parser() -> argparse.ArgumentParser:
     main = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     main.add_argument("command", choices=("compile", "interpret"))
-    main.add_argument("--targets", default="sm_90", help="compile: of sm_80, sm_90, sm_100, gfx942")
+    main.add_argument("--targets", default="sm_90", help="compile: some of sm_80, sm_90, sm_100, gfx942")
     main.add_argument("--rows", help="compile: names, see verify_families.py; default: all, and large sizes")
     kept = ROOT / "scratch" / "kernels.jsonl"
-    main.add_argument("--out", type=Path, default=kept, help="compile: a line for each row")
-    main.add_argument("--keep", type=Path, help="compile: a folder for the assembly")
+    main.add_argument("--out", type=Path, default=kept, help="compile: results file, one line per row")
+    main.add_argument("--keep", type=Path, help="compile: folder for the assembly")
     return main
 
 
@@ -72,7 +71,7 @@ def compile_all(args: argparse.Namespace) -> int:
 
 
 def compile_row(row: str, compiler: Any) -> dict[str, Any]:
-    """What --out keeps of a row: its binaries by hash, and what is red."""
+    """The entry of a row in --out: its binaries by hash, and its red findings."""
     from device.compiling import SHARED
     from device.exercise import exercise
 
@@ -81,7 +80,7 @@ def compile_row(row: str, compiler: Any) -> dict[str, Any]:
     refused = exercise(row, compiler)
     made = {name: compiler.found[name] for name in sorted(compiler.used)}
     red = [f"{name}: {why}" for name, why in compiler.failed.items()]
-    red += [*fused(compiler, made.values()), *unlike(compiler)]
+    red += [*fused(compiler, made.values()), *varying_binaries(compiler)]
     most = SHARED[compiler.name]
     red += [f"{each.kernel}: {each.shared} bytes of shared memory" for each in made.values() if each.shared > most]
     binaries = {name: {k: v for k, v in vars(each).items() if k != "assembly"} for name, each in made.items()}
@@ -91,7 +90,7 @@ def compile_row(row: str, compiler: Any) -> dict[str, Any]:
 
 
 def digest() -> str:
-    """Of what decides which binaries there are: the backend's files, and Triton."""
+    """Hash of the backend's files and Triton's version, which determine the binaries."""
     import triton
 
     files = sorted((ROOT / "headstart" / "kernels" / "cuda").rglob("*.py"))
@@ -100,7 +99,7 @@ def digest() -> str:
 
 
 def summarize(target: str, rows: Sequence[dict[str, Any]]) -> int:
-    """How much is red."""
+    """Prints the tables of a target and returns the number of red findings."""
     found = {name: each for told in rows for name, each in told["binaries"].items()}
     red = [f"{target}, {told['row']}, {line}" for told in rows for line in told["red"]]
     by_name = defaultdict(list)
@@ -123,7 +122,7 @@ def summarize(target: str, rows: Sequence[dict[str, Any]]) -> int:
 
 
 def fused(compiler: Any, binaries: Iterable[Any]) -> Iterator[str]:
-    """Instructions in the sampler's binaries that the host does not have."""
+    """Fused or inexact instructions in the sampler's binaries, unlike the host's arithmetic."""
     from headstart.kernels.cuda.kernels import sampling
 
     for made in binaries:
@@ -133,8 +132,8 @@ def fused(compiler: Any, binaries: Iterable[Any]) -> Iterator[str]:
                     yield f"{made.kernel}: {word}"
 
 
-def unlike(compiler: Any) -> Iterator[str]:
-    """Kernels that are other binaries in other passes of the same program."""
+def varying_binaries(compiler: Any) -> Iterator[str]:
+    """Kernels whose binary differs between passes of one program."""
     known: dict[tuple[int, str], tuple[int, list[str]]] = {}
     said = set()
     for each in compiler.passes:
@@ -159,7 +158,7 @@ def keep(folder: Path, compiler: Any) -> None:
 
 
 class Times:
-    """Of each kernel: launches, programs, seconds. A plug-in of pytest."""
+    """pytest plug-in that counts launches, programs and seconds of each kernel."""
 
     def __init__(self) -> None:
         self.launches: Counter[str] = Counter()

@@ -1,35 +1,35 @@
-"""headstart beside llama.cpp and vLLM-CPU: the same weights and prompts, each engine timed by its clock.
+"""headstart against llama.cpp and vLLM-CPU: the same weights and prompts, each engine timed by its own clock.
 
     python benchmarks/peers.py --questions question.jsonl --work WORK --llama-bin LLAMA/build/bin \\
         --vllm-python VLLM/bin/python --json peers.json
 
-Engines: llama.cpp (llama-server, llama-bench, llama-batched-bench) on the default model's GGUF file as it is and on
-its Q8_0 and bf16 copies; vLLM on its bf16 safetensors copy; headstart in the variants below. Copies are made once, in
-WORK. A peer that is not given, or a variant that does not start, is left out.
+Engines: llama.cpp (llama-server, llama-bench, llama-batched-bench) on the default model's GGUF file and its Q8_0 and
+bf16 copies; vLLM on its bf16 safetensors copy; headstart in the variants below. Copies are made once, in WORK. Peers
+that are not given and variants that do not start are left out.
 
-Every engine is a process of its own that loads once and is stopped (SIGSTOP) while another one has its turn. The
-smallest unit of work goes through all engines before the next one, in alternating order (A B C, C B A, ...), `--rounds`
-times. A round gives one number per engine; tables show medians over rounds (lower to upper quartile), and ratios taken
-within a round: to llama.cpp on weights of the same width (int8 against Q8_0), and to vLLM (bf16; the faster row, where
-several `--vllm-bind` are given: on two cores "auto" computes with one and leaves the other to vLLM's scheduler).
+Every engine is a process that loads once and is stopped (SIGSTOP) during the turns of others. Each unit of work goes
+through all engines before the next one, in alternating order (A B C, C B A, ...), `--rounds` times. A round gives one
+number per engine; tables show medians over rounds (lower to upper quartile), and ratios taken within a round: to
+llama.cpp on weights of the same width (int8 against Q8_0), and to vLLM (bf16; the faster row, where several
+`--vllm-bind` are given: on two cores "auto" computes on one and leaves the other to vLLM's scheduler).
 
-Run it on a machine that does nothing else, and not under `nice`: a busy neighbour slows an engine whose threads spin at
-barriers tenfold. The CPU that other processes used during the turns is counted and stands under each table.
+Run it on an idle machine and not under `nice`: other load slows engines whose threads spin at barriers up to tenfold.
+The CPU time of other processes during the turns is printed under each table.
 
 decode   One sequence, greedy, chat template, natural end of text but at most `--max-tokens`; the first `--per-category`
          questions of each category. tokens/s of a round = sum of (tokens - 1) / sum of (first to last token). Clocks:
          headstart `Completion.timing`, llama-server `timings`, vLLM `RequestOutput.metrics`.
 prefill  A prompt of `--prefill-tokens` tokens to its first token: headstart and vLLM by the same clocks; llama-bench
-         -p, which leaves out choosing the token and begins with a warm-up run of its own.
+         -p, which does not sample and has its own warm-up run.
 batch    `--concurrency` requests at once, prompts of `--batch-prompt` tokens, exactly `--batch-tokens` output tokens
          (end of text ignored), submitted together; no prefix cache. "with prompts" = output tokens / seconds from the
-         call to the last token; "decode" leaves the prompts out: the seconds of the same call with one output token are
-         taken off, and so is that token. headstart and vLLM write real text to prompts cut from the questions;
-         llama-batched-bench feeds random tokens and samples none (its T_PP and T_TG).
+         call to the last token; "decode" subtracts the seconds of the same call with one output token, and that token.
+         headstart and vLLM write text to prompts cut from the questions; llama-batched-bench feeds random tokens and
+         does not sample (its T_PP and T_TG).
 start    Wall time from the start of the process to the first token (`headstart generate --prompt Hi --max-tokens 1`;
-         llama-server until a completion has come back, also with --no-warmup), and, in one run of their own, the
-         highest private (clean + dirty), anonymous and resident (private and shared) memory while one prompt of about
-         `--prefill-tokens` tokens gets `--batch-tokens` tokens; context 4096.
+         llama-server until the first completion, also with --no-warmup). In a separate run, the peak private (clean +
+         dirty), anonymous and resident (private and shared) memory while a prompt of about `--prefill-tokens` tokens
+         gets `--batch-tokens` tokens; context 4096.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def log_of(args: argparse.Namespace, name: str) -> Path:
 
 
 def make_engines(args: argparse.Namespace, source: Path) -> list[Engine]:
-    """All that were asked for, none of them started."""
+    """All requested engines, not started."""
     python = [sys.executable, BENCHMARKS / "engines/headstart_worker.py"]
     engines: list[Engine] = [
         WorkerEngine(name, weights, [*python, *words, "--no-enable-prefix-caching"], log_of(args, name), None)
@@ -106,7 +106,7 @@ def make_engines(args: argparse.Namespace, source: Path) -> list[Engine]:
 
 
 def make_starters(args: argparse.Namespace, source: Path, prompts: Prompts) -> list[Starter]:
-    """Ways to start, for the section of that name."""
+    """Starters for the section `start`."""
     log = log_of(args, "start")
     starters = [headstart_starter(name, words, log) for name, _, words in variants(args, source)]
     for weights, path in weights_files(args.llama_bin, source, args.work, args.formats).items():
@@ -117,7 +117,7 @@ def make_starters(args: argparse.Namespace, source: Path, prompts: Prompts) -> l
 
 
 def start_all(engines: list[Engine]) -> None:
-    """Those that do not start are named on stderr and taken off the list."""
+    """Starts the engines. Failed ones are named on stderr and removed from the list."""
     for engine in list(engines):
         say(f"starting {engine.name}")
         try:
@@ -134,17 +134,22 @@ def options() -> argparse.Namespace:
     add("--questions", type=Path, required=True, help="Spec-Bench's question.jsonl")
     add("--work", type=Path, required=True, help="directory for copies of the weights, and logs")
     add("--llama-bin", type=Path, help="directory of llama.cpp's programs")
-    add("--vllm-python", type=Path, help="the interpreter of vLLM's environment")
+    add("--vllm-python", type=Path, help="Python interpreter of vLLM's environment")
     add("--vllm-bind", action="append", help="VLLM_CPU_OMP_THREADS_BIND: auto (the default), 0-1, nobind; one row each")
     add("--model", help="alias or GGUF file; default: the default model")
     add("--formats", type=lambda text: text.split(","), default=["Q4_1", "Q8_0", "bf16"], help="llama.cpp's weights")
-    add("--variant", action="append", metavar="'WEIGHTS NAME=ARGS'", help=f"headstart's; default: {list(VARIANTS)}")
+    add(
+        "--variant",
+        action="append",
+        metavar="'WEIGHTS NAME=ARGS'",
+        help=f"headstart's variants; default: {list(VARIANTS)}",
+    )
     add("--headstart-args", default="", help="engine options for every variant")
-    add("--threads", type=int, default=os.cpu_count(), help="of every engine")
+    add("--threads", type=int, default=os.cpu_count(), help="threads of every engine")
     add("--sections", type=lambda text: text.split(","), default=list(SECTIONS), help=",".join(SECTIONS))
     add("--rounds", type=int, default=5)
     add("--per-category", type=int, default=1)
-    add("--max-prompts", type=int, help="only the first prompts of decode, to try things out")
+    add("--max-prompts", type=int, help="use only the first prompts of decode, for trials")
     add("--max-tokens", type=int, default=128)
     add("--prefill-tokens", type=int, default=512)
     add("--concurrency", type=lambda text: [int(word) for word in text.split(",")], default=[8, 16, 32])
@@ -159,7 +164,7 @@ def options() -> argparse.Namespace:
 
 def main() -> int:
     args = options()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that `finally` ends the engines
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # runs `finally`, which ends the engines
     args.work.mkdir(parents=True, exist_ok=True)
     source = hub.resolve(args.model)
     prompts = Prompts(source, args.questions)
@@ -178,7 +183,7 @@ def main() -> int:
     finally:
         for engine in engines:
             engine.stop()
-    if "start" in args.sections:  # with nobody else alive: pages mapped by two processes are nobody's private memory
+    if "start" in args.sections:  # after the others have ended: pages mapped by two processes are no private memory
         say("start")
         lines, document["start"] = start(args, make_starters(args, source, prompts), prompts)
         show(args, lines, document)
@@ -186,7 +191,7 @@ def main() -> int:
 
 
 def show(args: argparse.Namespace, lines: list[str], document: Record) -> None:
-    """The tables of a section on stdout; all numbers so far in the file."""
+    """Prints the tables of a section and writes all numbers so far to the file."""
     print("\n".join(lines), flush=True)
     if args.json:
         args.json.write_text(json.dumps(document, indent=1))

@@ -1,9 +1,9 @@
-"""docs/demo.svg: the answer to one prompt, its tokens coloured by how they came, and the demo's speeds.
+"""docs/demo.svg: the answer to one prompt with its drafted tokens in colour, and the demo's speeds.
 
-    python benchmarks/picture.py --machine "2 cores of an Intel Xeon"    # decode the prompt, keep what each pass gave
-    python benchmarks/results.py                                         # draw it from docs/results.json
+    python benchmarks/picture.py --machine "2 cores of an Intel Xeon"    # decode the prompt, record the tokens of each
+    pass python benchmarks/results.py                                         # draw it from docs/results.json
 
-The depth is fixed, so that passes and tokens are the same on every machine."""
+The depth is fixed, so that passes and tokens are equal on all machines."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BAR, GAP, FIRST_BAR = 9, 30, 90
 
 
 def record(machine: str) -> dict[str, Any]:
-    """Decode the prompt with the default model; the text that each pass of the model gave, token by token."""
+    """Decodes the prompt with the default model; the tokens of each pass as text."""
     from headstart.api import LLM
     from headstart.config import EngineConfig
     from headstart.core import SamplingParams
@@ -69,7 +69,7 @@ def draw(results: dict[str, Any]) -> str:
 
 
 def _answer(found: dict[str, Any], y: float) -> tuple[list[str], float]:
-    """The prompt, and the answer with what was drafted and kept on green."""
+    """The prompt, and the answer with accepted drafted tokens on green."""
     parts = [_text(MARGIN, y, f"> {found['prompt']}", fill=PALE)]
     x, y = float(MARGIN), y + LINE + 6
     for tokens in found["passes"]:
@@ -80,7 +80,7 @@ def _answer(found: dict[str, Any], y: float) -> tuple[list[str], float]:
                 if piece == "\n":
                     continue
                 width = len(piece) * LETTER
-                if index < len(tokens) - 1:  # the last token of a pass is the model's own
+                if index < len(tokens) - 1:  # the last token of a pass is not drafted
                     parts.append(f'<rect x="{x:.1f}" y="{y - 15:.1f}" width="{width:.1f}" height="19" fill="{GREEN}"/>')
                 parts.append(_text(x, y, piece, length=width))
                 x += width
@@ -93,7 +93,7 @@ def _answer(found: dict[str, Any], y: float) -> tuple[list[str], float]:
 
 
 def _pieces(token: str) -> list[str]:
-    """A token's text, line ends on their own."""
+    """A token's text, split at line ends."""
     return [
         piece
         for line in token.splitlines(keepends=True)
@@ -103,7 +103,7 @@ def _pieces(token: str) -> list[str]:
 
 
 def _bars(rows: list[dict[str, Any]], y: float) -> tuple[list[str], float]:
-    """Two bars for each prompt: plain decoding and with the head."""
+    """Two bars per prompt: plain decoding, and decoding with the head."""
     most = max(max(row["tokens_per_s_off"], row["tokens_per_s_on"]) for row in rows)
     scale = (WIDTH - 2 * MARGIN - FIRST_BAR - 190) / most
     parts = [_text(MARGIN, y, "tokens/s without and with drafting", size=12, fill=PALE)]
@@ -131,7 +131,7 @@ def _text(x: float, y: float, text: str, *, size: int = 14, fill: str = INK, len
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--machine", required=True, help="what it runs on")
+    parser.add_argument("--machine", required=True, help="description of the machine")
     asked = parser.parse_args()
     results = json.loads(RESULTS.read_text("utf-8"))
     results["runs"]["picture"] = record(asked.machine)

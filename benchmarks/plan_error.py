@@ -1,12 +1,12 @@
-"""How far `headstart plan --gpu here` is from passes of this machine.
+"""Error of `headstart plan --gpu here` against measured passes of this machine.
 
     python benchmarks/plan_error.py                                      # the default model, 1 to 64 sequences and rows
     python benchmarks/plan_error.py --counts 1,2,4,8,16 --contexts 128,1024 --json errors.json
 
 Times passes of many batches, rows and contexts in turns, calibrates on those of 1 and 8 sequences (and 8 rows of one)
-at contexts 128 and 1024 (marked *), and prints predicted against measured for all. Two kinds: `batch`, n sequences
-with one row each (decoding), and `rows`, n rows of one sequence (verification of n - 1 drafts). Run it on a quiet
-machine; filling the caches of 64 sequences of 4,096 positions takes several minutes and 7 GB.
+at contexts 128 and 1024 (marked *), and prints predicted and measured times of all. Kinds: `batch`, n sequences with
+one row each (decoding); `rows`, n rows of one sequence (verification of n - 1 drafts). Run it on an idle machine.
+Filling the KV caches of 64 sequences of 4,096 positions takes several minutes and 7 GB.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Published speeds and costs (plan_published.json) beside what `headstart plan` predicts for them.
+"""Published speeds and costs (plan_published.json) against the predictions of `headstart plan`.
 
     python benchmarks/plan_published.py
     python benchmarks/plan_published.py --json published.json
 
-Each figure has its error. A figure beyond what the memories allow is called impossible, with the bytes of a pass.
+Each figure has its error. A figure above the bound of the memory bandwidth is called impossible, with the bytes of a
+pass.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""How often is `headstart probe` right by times alone? The confusion matrix over engines, with drafting on and off.
+"""Confusion matrix of `headstart probe` by timing alone, over engines with drafting on and off.
 
     python benchmarks/probe_trials.py --trials 20 --threads 2
     python benchmarks/probe_trials.py --llama-bin BUILD/bin --vllm VLLM/bin --mimo EXPORTED --out trials.json
 
-headstart serves its default model. llama.cpp serves the same GGUF file, drafting with that file as its own draft
-model. vLLM serves EXPORTED, which `headstart export --to vllm-mimo` wrote. One server runs at a time, alone; each trial
-streams other texts. What really happened is read from the server's metrics, which the judged probe does not see: "on"
-counts only with an acceptance length of 1.3 and more.
+headstart serves its default model. llama.cpp serves the same GGUF file, also as draft model. vLLM serves EXPORTED, the
+output of `headstart export --to vllm-mimo`. One server runs at a time; each trial streams other texts. The truth is
+read from the server's metrics, which the tested probe does not use: "on" requires an acceptance length of at least 1.3.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ ANSWERS = ("on", "dead", "off", "unknown")
 
 @dataclass(frozen=True)
 class Setting:
-    """One server: an engine, drafting so deep or not at all."""
+    """One server: an engine with a draft depth (0: no drafting)."""
 
     engine: str
     depth: int
-    command: tuple[str, ...]  # {port} stands for the port
+    command: tuple[str, ...]  # {port} is replaced by the port
     environment: dict[str, str]
 
     @property
@@ -63,7 +62,7 @@ def settings(options: argparse.Namespace) -> Iterator[Setting]:
         for depth in (options.depth, 0):
             launch = LaunchOptions(
                 engine="vllm", model=str(options.mimo), program=str(options.vllm), depth=depth, gpus="none",
-                settings={"max_model_len": 2048, "max_num_seqs": 4}, extra=("--trust-remote-code",),  # our own export
+                settings={"max_model_len": 2048, "max_num_seqs": 4}, extra=("--trust-remote-code",),  # own export
             )  # fmt: skip
             step, words = prepare(launch).commands()[0]
             placed = tuple("{port}" if word == str(launch.port) else word for word in words)
@@ -71,7 +70,7 @@ def settings(options: argparse.Namespace) -> Iterator[Setting]:
 
 
 def trial(url: str, seed: int) -> dict[str, Any]:
-    """The probe's answer by times, and what the metrics counted while it ran."""
+    """The probe's verdict by timing, and the counters of the same time."""
     endpoint = Endpoint(Address.at(url))
     before = endpoint.metrics()
     started = time.perf_counter()
@@ -90,7 +89,7 @@ def trial(url: str, seed: int) -> dict[str, Any]:
 
 
 def trials(setting: Setting, log: Path, count: int) -> list[dict[str, Any]]:
-    """All of one server. Raises EngineFailed."""
+    """All trials of one server. Raises EngineFailed."""
     with start_servers(setting.name, [setting.command], log, setting.environment, START_SECONDS) as (url,):
         return [trial(url, seed) for seed in range(count)]
 
@@ -114,10 +113,10 @@ def main() -> None:
     parser.add_argument("--depth", type=int, default=3)
     parser.add_argument("--llama-bin", type=Path, help="folder of llama-server")
     parser.add_argument("--vllm", type=Path, help="folder of vLLM's python")
-    parser.add_argument("--mimo", type=Path, help="what headstart export --to vllm-mimo wrote")
+    parser.add_argument("--mimo", type=Path, help="output of headstart export --to vllm-mimo")
     parser.add_argument("--out", type=Path, help="JSON with every trial")
     options = parser.parse_args()
-    servers = list(settings(options))  # a wrong path shows before anything is measured
+    servers = list(settings(options))  # finds wrong paths before measurements start
     print(f"| server | acceptance length | {' | '.join(ANSWERS)} | confidence | seconds |")
     print("|---|---|" + "---|" * (len(ANSWERS) + 2))
     run_trials(servers, lambda setting, log: trials(setting, log, options.trials), row, options.out)

@@ -1,19 +1,20 @@
-"""Published checkpoints with native heads: fetched, inspected, verified and measured, as one table.
+"""Fetches, inspects, verifies and measures published checkpoints with native heads; prints one table.
 
-    python benchmarks/published.py --json published-here.json                     # all models; again: it goes on
+    python benchmarks/published.py --json published-here.json                     # all models; continues an earlier run
     python benchmarks/published.py --rows qwen3.5-0.8b --questions question.jsonl
     python benchmarks/published.py --rows qwen3.5-0.8b --gguf qwen3.5-0.8b=FILE.gguf --llama-bench BINARY
 
-For whoever has a network: the models come from the Hugging Face Hub, or from what HF_ENDPOINT names. Rows are
-repositories. A model too large for this machine is only inspected, which reads its headers.
+Needs a network: models come from the Hugging Face Hub or HF_ENDPOINT. Rows are repositories. A model too large for this
+machine is only inspected, by its headers.
 
-inspect     `headstart inspect`: MTP modules that are there and run.
+inspect     `headstart inspect`: MTP modules that are present and supported.
 verify      `headstart verify`: texts that differ from plain decoding.
 acceptance  `headstart bench`, depth 3: acceptance length by category of --questions, or of headstart's own workloads.
 speed       `headstart bench`, one request at a time: tokens/s without drafts, and the gain of `auto`.
 llama       With --gguf: tokens/s of llama.cpp and of headstart without drafts on the same file.
 
-Results are kept in --json as they come. What failed is measured again. Please send the file back in an issue.
+Results are written to --json as they are measured. Failed measurements are repeated. Please attach the file to an
+issue.
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ class StepFailedError(Exception):
 
 @dataclass(frozen=True)
 class Trial:
-    """One row: its model and the settings of the measurements."""
+    """One row: model and settings of the measurements."""
 
     row: str
-    model: tuple[str, ...]  # name, and options of its head
+    model: tuple[str, ...]  # name and head options
     args: argparse.Namespace
 
     def headstart(self, *words: str) -> dict[str, Any]:
-        """The JSON document of a command, whose progress and errors go to stderr. Raises StepFailedError."""
+        """JSON document of a command; progress and errors go to stderr. Raises StepFailedError."""
         command = [sys.executable, "-m", "headstart", *words, "--json"]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if not done.stdout.strip():
