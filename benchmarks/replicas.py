@@ -1,20 +1,20 @@
-"""Replicas behind a router on this machine: what they are worth, which prefixes they find, and what a death costs.
+"""Replicas behind a router on this machine: throughput, prefix cache hits, cost of a failure, memory over time.
 
     python benchmarks/replicas.py speed
     python benchmarks/replicas.py prefixes
     python benchmarks/replicas.py kill
     python benchmarks/replicas.py soak --minutes 60
 
-speed     Tokens/s of `--clients` at once: one engine of one thread, one behind the router, two behind it, and one
-          engine of two threads, in turns.
-prefixes  Conversations as agents have them, all of one system prompt, each growing by `--turns`: which share of the
-          prompts' tokens was in the prefix cache, and the time to the first token, by the router's policy.
-kill      A storm of `--clients`, sampled, with schemas, tools and penalties, while an engine is killed, stopped, or all
-          are renewed (`--by`), the next one `--every` seconds after all engines answer again: what failed, how long
-          streams paused and engines took to recover, and if every text, its end and its number of tokens are those of
-          a single engine.
-soak      `--requests` short ones through the router, spread over `--minutes`: memory of each process, requests that
-          hang, and `--replays` of them again, byte for byte.
+speed     Tokens/s of `--clients` concurrent clients with one engine of one thread, one behind the router, two behind
+          it, and one engine of two threads, in turns.
+prefixes  Agent conversations with a common system prompt and `--turns` turns each: share of prompt tokens found in the
+          prefix cache, and time to first token, by policy of the router.
+kill      Load of `--clients` clients (sampled, with schemas, tools and penalties) while an engine is killed or stopped,
+          or all are renewed (`--by`); the next disturbance comes `--every` seconds after all engines answer again.
+          Reported: failures, pauses of streams, recovery times, and whether texts, finish reasons and token counts
+          equal those of a single engine.
+soak      `--requests` short requests through the router over `--minutes`: memory of each process, hanging requests, and
+          `--replays` repeated requests compared byte for byte.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ async def metric(server: Server, *names: str) -> list[float]:
 
 
 def words_of(number: int, count: int) -> str:
-    """So many words that look like those of a document."""
+    """Text of `count` words."""
     chance = random.Random(number)
     return " ".join(chance.choice(TOPICS) for _ in range(count))
 
 
 def question(number: int, tokens: int, *, stream: bool = True) -> Body:
-    """One of many, with a seed: its text is decided."""
+    """A request with a seed, so that its answer is deterministic."""
     text = f"Write about {TOPICS[number % len(TOPICS)]} and the number {number}."
     body: Body = {"messages": [{"role": "user", "content": text}], "max_tokens": tokens, "seed": number}
     body |= {"temperature": (0, 0.5, 1.0)[number % 3], "stream": stream}
@@ -76,7 +76,8 @@ def question(number: int, tokens: int, *, stream: bool = True) -> Body:
 async def closed_loop(
     server: Server, bodies: list[Body], clients: int, seconds: float | None = None
 ) -> tuple[list[tuple[Body, Response, float]], float]:
-    """All bodies, or those that fit into the time, `clients` at a time; each with its answer and when it began."""
+    """Sends all bodies, or as many as fit into the time, `clients` at a time. Returns each with its answer and start
+    time."""
     left, done, begun = iter(bodies), list[tuple[Body, Response, float]](), time.perf_counter()
 
     async def client() -> None:
@@ -108,19 +109,19 @@ def speed(args: argparse.Namespace) -> Body:
         for name, words in SETTINGS.items():
             bodies = [question(1000 * turn + each, args.max_tokens) for each in range(args.count)]
             with serving(*words, "--no-shared-lookup") as (server, _):
-                asyncio.run(closed_loop(server, bodies[: 2 * args.clients], args.clients))  # warm
+                asyncio.run(closed_loop(server, bodies[: 2 * args.clients], args.clients))  # warm-up
                 answers, seconds = asyncio.run(closed_loop(server, bodies, args.clients))
             failed = [answer for _, answer, _ in answers if answer.status != 200 or answer.broken]
             if failed:
                 sys.exit(f"{name}: {failed[0].status} {failed[0].body[:300]}")
             rows[name].append(sum(answer.usage["completion_tokens"] for _, answer, _ in answers) / seconds)
-            tell({"setting": name, "tokens_per_s": rows[name][-1]})
+            print_result({"setting": name, "tokens_per_s": rows[name][-1]})
     return {"clients": args.clients, "tokens_per_s": {name: statistics.median(each) for name, each in rows.items()}}
 
 
 @asynccontextmanager
 async def routed(engines: list[Server], policy: Policy, port: int) -> AsyncIterator[Server]:
-    """A router alone in front of engines."""
+    """Runs a router in front of engines."""
     router = RouterProcess("127.0.0.1", port, port + 1, policy=policy)
     await router.start([str(each) for each in engines])
     try:
@@ -132,7 +133,7 @@ async def routed(engines: list[Server], policy: Policy, port: int) -> AsyncItera
 
 
 async def conversation(args: argparse.Namespace, server: Server, number: int, tag: str) -> list[float]:
-    """Times to the first token, turn by turn."""
+    """Time to first token of each turn."""
     system = f"{tag}. You are an agent with tools. {words_of(0, args.system)}"
     messages = [{"role": "system", "content": system}, {"role": "user", "content": f"Task {number}: begin."}]
     first = []
@@ -150,7 +151,7 @@ async def conversation(args: argparse.Namespace, server: Server, number: int, ta
 
 
 def prefixes(args: argparse.Namespace) -> Body:
-    """Each policy with fresh engines, in turns; one engine alone is what could be found."""
+    """Each policy with fresh engines, in turns. One engine alone gives the upper bound."""
     rows: dict[str, list[tuple[float, float, float]]] = {}
     names = ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total")
 
@@ -170,10 +171,10 @@ def prefixes(args: argparse.Namespace) -> Body:
         for policy in POLICIES:
             with serving("--threads", "1") as (one, _), serving("--threads", "1") as (two, _):
                 rows.setdefault(policy, []).append(asyncio.run(behind(policy, [one, two], f"{policy} {turn}")))
-            tell({"policy": policy, "found": rows[policy][-1]})
+            print_result({"policy": policy, "found": rows[policy][-1]})
         with serving("--threads", "1") as (one, _):
             rows.setdefault("one engine", []).append(asyncio.run(measured([one], one, f"one {turn}")))
-        tell({"policy": "one engine", "found": rows["one engine"][-1]})
+        print_result({"policy": "one engine", "found": rows["one engine"][-1]})
     keys = ("prefix_hit_share", "ttft_s", "seconds")
     middle = {
         name: dict(zip(keys, map(statistics.median, zip(*each, strict=True)), strict=True))
@@ -183,7 +184,7 @@ def prefixes(args: argparse.Namespace) -> Body:
 
 
 def outcome(answer: Response) -> str:
-    """In one word."""
+    """Outcome of a request in one word."""
     if answer.status == 200:
         return "cut" if answer.broken or not answer.finish_reason else "finished"
     return str(answer.status) if answer.status > 0 else "no answer"
@@ -209,19 +210,19 @@ EXTRAS: tuple[Body, ...] = (
 
 
 def long_question(number: int) -> Body:
-    """Sampled; chats, schemas, tools and penalties; every fifth is no stream."""
+    """A sampled request with schemas, tools or penalties; every fifth is not streamed."""
     body = question(number, 16 + 8 * (number % 24), stream=number % 5 > 0) | EXTRAS[number % len(EXTRAS)]
     return body | {"temperature": (0.6, 0.8, 1.0)[number % 3]}
 
 
 class Disturber:
-    """Kills, stops or renews engines for `--seconds`. It waits until all engines answer again, then for `--every`
-    seconds: disturbances that come faster than engines start leave nobody to serve."""
+    """Kills, stops or renews engines for `--seconds`. Before each disturbance it waits until all engines answer, then
+    `--every` seconds: faster disturbances would leave no engine."""
 
     def __init__(self, server: Server, supervisor: int, args: argparse.Namespace) -> None:
         self._server, self._supervisor, self._args = server, supervisor, args
-        self.times: list[float] = []  # of disturbances, by time.perf_counter()
-        self.recoveries: list[float] = []  # seconds from a disturbance until all engines answered again
+        self.times: list[float] = []  # time.perf_counter() of each disturbance
+        self.recoveries: list[float] = []  # seconds from each disturbance until all engines answer
 
     async def run(self) -> None:
         with suppress(TimeoutError):
@@ -231,30 +232,31 @@ class Disturber:
                     await self._disturb(turn)
 
     async def _disturb(self, turn: int) -> None:
-        """One engine, in turn, or all; returns when all answer. A stopped engine goes on after `--every` seconds."""
+        """Disturbs the next engine, or all; returns when all answer. A stopped engine is continued after `--every`
+        seconds."""
         pids = [each["pid"] for each in await replicas_of(self._server)]
         pid = pids[turn % len(pids)]
         self.times.append(time.perf_counter())
         match self._args.by:
             case "kill":
                 os.kill(pid, signal.SIGKILL)
-                await self.wait_until_whole({pid})
+                await self.wait_until_all_answer({pid})
             case "stop":
                 os.kill(pid, signal.SIGSTOP)
                 try:
                     await asyncio.sleep(self._args.every)
                 finally:
-                    with suppress(ProcessLookupError):  # the supervisor has ended it
+                    with suppress(ProcessLookupError):  # the supervisor has killed it
                         os.kill(pid, signal.SIGCONT)
-                await self.wait_until_whole(set())
+                await self.wait_until_all_answer(set())
             case "renew":
                 os.kill(self._supervisor, signal.SIGHUP)
-                await self.wait_until_whole(set(pids))
+                await self.wait_until_all_answer(set(pids))
         self.recoveries.append(time.perf_counter() - self.times[-1])
-        tell({"disturbances": len(self.times), "recovered_after_s": round(self.recoveries[-1], 1)})
+        print_result({"disturbances": len(self.times), "recovered_after_s": round(self.recoveries[-1], 1)})
 
-    async def wait_until_whole(self, gone: set[int]) -> None:
-        """All engines are ready and answer; none is a process of `gone`."""
+    async def wait_until_all_answer(self, gone: set[int]) -> None:
+        """Waits until all engines answer and none is a process of `gone`."""
         while True:
             found = await replicas_of(self._server)
             states = [(each["state"], each["running"] is None, each["pid"] in gone) for each in found]
@@ -264,8 +266,8 @@ class Disturber:
 
 
 def pauses(streams: list[tuple[float, Response]], times: list[float], count: int) -> list[float]:
-    """The `count` longest times between two pieces of a stream, the first before a disturbance and the second after it.
-    streams: with the time at which each began."""
+    """The `count` longest gaps between two pieces of a stream with a disturbance between them. streams: (start time,
+    answer)."""
     found = []
     for begun, answer in streams:
         for disturbed in times:
@@ -279,7 +281,7 @@ def percentiles(ordered: list[float]) -> dict[str, float]:
     return {name: ordered[int(share * len(ordered))] for name, share in (("p50", 0.5), ("p99", 0.99)) if ordered}
 
 
-def told(answer: Response) -> tuple[str, str, int]:
+def text_and_end(answer: Response) -> tuple[str, str, int]:
     return answer.text, answer.finish_reason, answer.usage.get("completion_tokens", -1)
 
 
@@ -290,7 +292,7 @@ def kill(args: argparse.Namespace) -> Body:
         bodies = [long_question(number) for number in range(10**5)]
         answers, _ = await closed_loop(server, bodies, args.clients, args.seconds)
         await disturbing
-        await disturber.wait_until_whole(set())
+        await disturber.wait_until_all_answer(set())
         engines = [Server.at(each["url"]) for each in await replicas_of(server)]
         accepted = [await metric(each, "vllm:spec_decode_num_accepted_tokens_total") for each in engines]
         names = [f'headstart:resumed_requests_total{{why="{why}"}}' for why in ("ended", "silent", "renewed")]
@@ -305,16 +307,18 @@ def kill(args: argparse.Namespace) -> Body:
             "ended": dict(Counter(outcome(answer) for _, answer, _ in answers)), "streams": len(streams),
             "pause_s": percentiles(times), "recovery_s": percentiles(sorted(disturber.recoveries)),
             "failed": dict(Counter(failed)),
-            "accepted_drafts": sum(map(sum, accepted)),  # of the engines that live at the end
+            "accepted_drafts": sum(map(sum, accepted)),  # of the engines alive at the end
         }  # fmt: skip
 
     words = ("--replicas", "2", "--threads", "1", "--no-shared-lookup", "--depth", args.depth)
     with serving(*words) as (server, supervisor):
         found = asyncio.run(storm(server, supervisor))
-    finished = [(body, told(answer)) for body, answer, _ in found.pop("answers") if outcome(answer) == "finished"]
+    finished = [
+        (body, text_and_end(answer)) for body, answer, _ in found.pop("answers") if outcome(answer) == "finished"
+    ]
     with serving("--threads", "2") as (server, _):
         again, _ = asyncio.run(closed_loop(server, [body for body, _ in finished], args.clients))
-    expected = {body["seed"]: told(answer) for body, answer, _ in again if outcome(answer) == "finished"}
+    expected = {body["seed"]: text_and_end(answer) for body, answer, _ in again if outcome(answer) == "finished"}
     wrong = [body["seed"] for body, text in finished if expected.get(body["seed"]) != text]
     return {
         "by": args.by,
@@ -327,7 +331,7 @@ def kill(args: argparse.Namespace) -> Body:
 
 
 def resident(pid: int) -> float:
-    """Megabytes of a process, shared pages by their share; nan where it is gone."""
+    """Proportional set size of a process in MB; nan if the process has ended."""
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     except OSError:
@@ -340,7 +344,7 @@ def children_of(pid: int) -> list[int]:
 
 
 def short(number: int) -> tuple[str, Body]:
-    """A request of a few tokens: chats and completions, greedy and not."""
+    """A request of a few tokens: chat or completion, greedy or sampled."""
     common = {"max_tokens": 1 + number % 4, "seed": number, "temperature": (0, 1.0)[number % 2]}
     text = f"{TOPICS[number % len(TOPICS)]} {number % 997}"
     if number % 4:
@@ -349,7 +353,7 @@ def short(number: int) -> tuple[str, Body]:
 
 
 async def paced(server: Server, args: argparse.Namespace, ask: Callable[[int], Any]) -> Body:
-    """Each request at its share of the time, or as soon after that as one of the clients is free; all of them."""
+    """Sends all requests at equal intervals, or as soon after as a client is free."""
     numbers, begun, pause = iter(range(args.requests)), time.perf_counter(), 60 * args.minutes / args.requests
     ended, kept, times, behind = Counter[str](), dict[int, str](), list[float](), 0.0
 
@@ -372,7 +376,7 @@ async def paced(server: Server, args: argparse.Namespace, ask: Callable[[int], A
         while True:
             row = {"seconds": round(time.perf_counter() - begun), "ended": dict(ended), "behind_s": round(behind, 2)}
             memory.append(await memory_of(server, args.supervisor))
-            tell(row | {"memory_mb": memory[-1]})
+            print_result(row | {"memory_mb": memory[-1]})
             await asyncio.sleep(60 * args.minutes / 20)
 
     memory: list[dict[str, float]] = []
@@ -390,7 +394,7 @@ async def paced(server: Server, args: argparse.Namespace, ask: Callable[[int], A
 
 
 async def memory_of(server: Server, supervisor: int) -> dict[str, float]:
-    """By name of the process; what is no engine and not the supervisor itself is the router."""
+    """Memory by name of the process; a child that is no engine is the router."""
     engines = {each["pid"]: f"engine {each['number']}" for each in await replicas_of(server)}
     pids = [supervisor, *children_of(supervisor)]
     names = {pid: "supervisor" if pid == supervisor else engines.get(pid, f"router {pid}") for pid in pids}
@@ -407,7 +411,9 @@ def soak(args: argparse.Namespace) -> Body:
 
         found = await paced(server, args, ask)
         await asyncio.sleep(2)
-        engine = Server.at((await replicas_of(server))[0]["url"])  # else the router counts this question, too
+        engine = Server.at(
+            (await replicas_of(server))[0]["url"]
+        )  # not through the router, which would count this request
         hanging, kept = sum(await metric(engine, *busy)), found.pop("kept")
         wrong = [number for number, text in kept.items() if (await ask(number)).text != text]
         return found | {"hanging": hanging, "replays": len(kept), "wrong": len(wrong), "numbers": wrong[:10]}
@@ -416,7 +422,7 @@ def soak(args: argparse.Namespace) -> Body:
         return asyncio.run(run(server))
 
 
-def tell(row: Body) -> None:
+def print_result(row: Body) -> None:
     print(json.dumps(row), file=sys.stderr, flush=True)
 
 
@@ -430,21 +436,23 @@ def main() -> None:
     parser.add_argument("way", choices=WAYS)
     parser.add_argument("--rounds", type=int, default=3, help="speed, prefixes")
     parser.add_argument("--clients", type=int, help="default: 8 for speed, 64 for kill, 16 for soak")
-    parser.add_argument("--count", type=int, default=96, help="speed: requests of a round")
+    parser.add_argument("--count", type=int, default=96, help="speed: requests per round")
     parser.add_argument("--max-tokens", type=int, default=64, help="speed")
     parser.add_argument("--conversations", type=int, default=8)
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--system", type=int, default=200, help="prefixes: words of the common system prompt")
-    parser.add_argument("--result", type=int, default=100, help="prefixes: words that each turn adds")
-    parser.add_argument("--port", type=int, default=18600, help="prefixes: of the router; its metrics: the next")
-    parser.add_argument("--seconds", type=float, default=60, help="kill: of the storm")
+    parser.add_argument("--result", type=int, default=100, help="prefixes: words added by each turn")
+    parser.add_argument(
+        "--port", type=int, default=18600, help="prefixes: port of the router; the next one is for its metrics"
+    )
+    parser.add_argument("--seconds", type=float, default=60, help="kill: duration of the load")
     parser.add_argument(
         "--by", choices=("kill", "stop", "renew"), default="kill", help="kill: SIGKILL, SIGSTOP, SIGHUP"
     )
     parser.add_argument("--depth", default="auto", help="kill: tokens drafted per pass")
-    parser.add_argument("--every", type=float, default=5, help="kill: seconds between two disturbances")
+    parser.add_argument("--every", type=float, default=5, help="kill: seconds between disturbances")
     parser.add_argument("--requests", type=int, default=100_000, help="soak")
-    parser.add_argument("--minutes", type=float, default=60, help="soak: over which the requests are spread")
+    parser.add_argument("--minutes", type=float, default=60, help="soak: duration")
     parser.add_argument("--replays", type=int, default=1000, help="soak")
     parser.add_argument("--out", type=Path, help="JSON file for the result")
     args = parser.parse_args()

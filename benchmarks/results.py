@@ -1,13 +1,13 @@
-"""Every number of README.md, and the tables of docs/, come from docs/results.json: this writes them in.
+"""Writes the numbers of README.md and the tables of docs/ from docs/results.json.
 
     python benchmarks/results.py                       # README.md, docs/*.md and docs/demo.svg from docs/results.json
-    python benchmarks/results.py --check               # exit code 1 where a document says something else
-    headstart demo --json > demo.json                  # take a new run of a command into docs/results.json:
+    python benchmarks/results.py --check               # exit code 1 if a document differs
+    headstart demo --json > demo.json                  # put a new run of a command into docs/results.json:
     python benchmarks/results.py --take demo demo.json --machine "2 cores of an Intel Xeon"
-    python benchmarks/results.py --take one-pass-on-native-1 table.md    # or the table that a benchmark has printed
+    python benchmarks/results.py --take one-pass-on-native-1 table.md    # or a table printed by a benchmark
 
-A place for numbers is marked in the document: `<!-- numbers: NAME -->...<!-- /numbers -->`. NAME is a table of
-docs/results.json or a text below."""
+Documents mark places for numbers with `<!-- numbers: NAME -->...<!-- /numbers -->`. NAME is a table of
+docs/results.json or a text defined below."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def demo(results: Results) -> dict[str, Any]:
 
 
 def demo_output(results: Results) -> str:
-    """What `headstart demo` prints for this document, as a block."""
+    """Output of `headstart demo` for its document, as a code block."""
     shown = io.StringIO()
     with redirect_stdout(shown):
         print_demo(demo(results))
@@ -67,7 +67,7 @@ def verified(results: Results) -> str:
 
 
 def family_cells(results: Results) -> str:
-    """Of the table of verify_families.py, whose last column begins with `same/compared texts`."""
+    """Sum over the table of verify_families.py, whose last column begins with `same/compared texts`."""
     rows = results["tables"]["families-4"]["rows"]
     counts = [tuple(map(int, row[-1].split(" ")[0].split("/"))) for row in rows]
     forms = sum("+" in row[0] for row in rows)
@@ -77,7 +77,7 @@ def family_cells(results: Results) -> str:
 
 
 def plug_ins(*kinds: registry.KindName) -> str:
-    """A table of all plug-ins of some kinds, each with the first sentence of its docstring."""
+    """Table of the plug-ins of some kinds, each with the first sentence of its docstring."""
     rows = [[f"`{name}`", summary(registry.find(kind, name))] for kind in kinds for name in registry.available(kind)]
     return table(["name", "description"], rows)
 
@@ -94,7 +94,7 @@ def families() -> str:
 
 
 def rows_of(results: Results, name: str, keep: Callable[[list[str]], bool], columns: list[int] | None = None) -> str:
-    """Part of a table of docs/results.json: the rows that `keep` accepts, the columns given by their numbers."""
+    """Part of a table of docs/results.json: rows accepted by `keep`, columns by number."""
     whole = results["tables"][name]
     chosen = columns or list(range(len(whole["columns"])))
     rows = [[row[i] for i in chosen] for row in whole["rows"] if keep(row)]
@@ -102,7 +102,7 @@ def rows_of(results: Results, name: str, keep: Callable[[list[str]], bool], colu
 
 
 def acceptance(results: Results) -> str:
-    """The macro means of the acceptance tables, one row for each head and temperature."""
+    """Macro means of the acceptance tables, one row per head and temperature."""
     titles = {"acceptance-1": "MTP, greedy", "acceptance-2": "MTP, T = 0.7", "acceptance-3": "MTP, T = 1.0"}
     titles["acceptance-4"] = "EAGLE-3, greedy"
     tables = {name: results["tables"][name] for name in titles}
@@ -171,7 +171,7 @@ TEXTS: dict[str, Callable[[Results], str]] = {
 
 
 def filled(text: str, results: Results) -> str:
-    """A document with its numbers. Ends the program for a mark that nothing is known for."""
+    """A document with its numbers filled in. Exits for an unknown name."""
 
     def number(found: re.Match[str]) -> str:
         begin, name, _, end = found.groups()
@@ -183,14 +183,14 @@ def filled(text: str, results: Results) -> str:
     return MARK.sub(number, text)
 
 
-def written(results: Results) -> dict[Path, str]:
-    """What every document should be."""
+def expected_documents(results: Results) -> dict[Path, str]:
+    """Expected content of each document."""
     texts = {ROOT / name: filled((ROOT / name).read_text("utf-8"), results) for name in DOCUMENTS}
     return texts | {PICTURE: picture.draw(results)}
 
 
 def take(results: Results, name: str, path: Path, machine: str) -> None:
-    """A command's JSON document as run `name`, or a printed Markdown table as table `name`."""
+    """Stores a command's JSON document as run `name`, or a printed Markdown table as table `name`."""
     text = path.read_text("utf-8")
     if text.lstrip().startswith("|"):
         rows = [[cell.strip() for cell in line.strip()[1:-1].split("|")] for line in text.strip().splitlines()]
@@ -198,7 +198,7 @@ def take(results: Results, name: str, path: Path, machine: str) -> None:
         results["tables"][name] = about | {"columns": rows[0], "rows": rows[2:]}
         return
     document = json.loads(text)
-    if isinstance(document.get("cells"), list):  # of verify: how many is enough
+    if isinstance(document.get("cells"), list):  # documents of verify: only the number of cells is kept
         document = {key: len(value) if key == "cells" else value for key, value in document.items() if key != "found"}
     if not machine:
         sys.exit("--machine: say what it ran on")
@@ -210,17 +210,21 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 on a difference")
     parser.add_argument("--take", nargs=2, metavar=("NAME", "FILE"), help="put a result into docs/results.json first")
-    parser.add_argument("--machine", default="", help="with --take: what it ran on")
+    parser.add_argument("--machine", default="", help="with --take: description of the machine")
     asked = parser.parse_args()
     results = json.loads(RESULTS.read_text("utf-8"))
     if asked.take:
         take(results, asked.take[0], Path(asked.take[1]), asked.machine)
         RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", "utf-8")
-    stale = [path for path, text in written(results).items() if not path.exists() or path.read_text("utf-8") != text]
+    stale = [
+        path
+        for path, text in expected_documents(results).items()
+        if not path.exists() or path.read_text("utf-8") != text
+    ]
     for path in stale:
         print(f"{'differs' if asked.check else 'written'}: {path.relative_to(ROOT)}")
         if not asked.check:
-            path.write_text(written(results)[path], "utf-8")
+            path.write_text(expected_documents(results)[path], "utf-8")
     return int(asked.check and bool(stale))
 
 

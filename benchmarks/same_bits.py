@@ -1,15 +1,15 @@
-"""Do two versions of headstart, or two instruction-set paths, write the same tokens and logprobs, bit for bit?
+"""Compares tokens and logprobs of two versions of headstart, or of two instruction-set paths, bit for bit.
 
     OLD/.venv/bin/python benchmarks/same_bits.py --questions question.jsonl --out before.json
     NEW/.venv/bin/python benchmarks/same_bits.py --questions question.jsonl --out after.json
     python benchmarks/same_bits.py --compare before.json after.json
     python benchmarks/same_bits.py --questions question.jsonl --out paths.json --portable-bits --paths avx2 portable
 
-The version is that of the interpreter's environment: the script itself asks little of it. First turns of Spec-Bench,
-categories in turn, each at T = 0 and T = 0.8 (seed: its number) by every drafter; fixed depths but for `auto`. Kept are
-token ids, logprobs of each with the most likely others (as hexadecimal floats), the reason of the end, and with a fixed
-depth what was drafted and accepted. `--paths` repeats all of it on each path. Exit code 1 where two files differ, or
-drafters or paths within one. Tokens/s of each cell count the time of prompts that no cell before it had cached.
+The version is that of the interpreter's environment. Prompts: first turns of Spec-Bench, alternating categories, each
+at T = 0 and T = 0.8 (seed: its number) with every drafter, at fixed depths or `auto`. Recorded: token ids, logprobs
+with the top alternatives (as hexadecimal floats), finish reason, and drafted and accepted tokens at fixed depths.
+`--paths` repeats this on each path. Exit code 1 if two files differ, or drafters or paths within one file. Tokens/s of
+each cell include prefill of prompts that no earlier cell has cached.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def record(completion: Completion, *, fixed_depth: bool) -> Document:
 
 @contextmanager
 def on_path(path: str | None) -> Iterator[None]:
-    """Engines that are made meanwhile run on an instruction-set path; None: on the best one of this CPU."""
+    """Engines built in this context use an instruction-set path; None: the best one of this CPU."""
     usable = native.paths
 
     def only(portable_bits: bool) -> list[str]:
@@ -65,7 +65,7 @@ def on_path(path: str | None) -> Iterator[None]:
 
 
 def decode(args: argparse.Namespace) -> Document:
-    """Cell -> one record per prompt."""
+    """One record per prompt, by cell."""
     prompts = in_turns(args.questions, -(-args.prompts // NUM_CATEGORIES))[: args.prompts]
     cells: Document = {}
     for path, drafter in product(args.paths, args.drafters):
@@ -95,7 +95,7 @@ def decode(args: argparse.Namespace) -> Document:
 
 
 def differences(cell: str, ones: list[Document], others: list[Document], keys: tuple[str, ...]) -> Iterator[str]:
-    """One line per prompt that differs, at its first difference."""
+    """One line per differing prompt, with its first difference."""
     for index, (one, other) in enumerate(zip(ones, others, strict=True)):
         for key in keys:
             if one.get(key) == other.get(key):
@@ -110,7 +110,7 @@ def differences(cell: str, ones: list[Document], others: list[Document], keys: t
 
 
 def compare(one: Document, other: Document) -> list[str]:
-    """Differences of two documents; equal and different texts by cell on stdout."""
+    """Differences of two documents. Prints the number of equal and different texts by cell."""
     if one["about"] != other["about"] or one["cells"].keys() != other["cells"].keys():
         sys.exit(f"not the same work: {one['about']} {list(one['cells'])}, {other['about']} {list(other['cells'])}")
     every: list[str] = []
@@ -122,7 +122,7 @@ def compare(one: Document, other: Document) -> list[str]:
 
 
 def among_cells(document: Document) -> list[str]:
-    """Differences of each cell's texts to those of the first cell at the same temperature."""
+    """Differences of each cell from the first cell at the same temperature."""
     first: dict[str, list[Document]] = {}
     every: list[str] = []
     for cell, records in document["cells"].items():
@@ -142,7 +142,9 @@ def main() -> int:
     parser.add_argument("--compare", type=Path, nargs=2, metavar=("BEFORE", "AFTER"))
     parser.add_argument("--model")
     parser.add_argument("--drafters", nargs="+", default=list(DRAFTERS))
-    parser.add_argument("--paths", nargs="+", default=[None], help="default: the best one of this CPU")
+    parser.add_argument(
+        "--paths", nargs="+", default=[None], help="instruction-set paths; default: the best one of this CPU"
+    )
     parser.add_argument("--portable-bits", action="store_true")
     parser.add_argument("--depth", type=int, default=3)
     parser.add_argument("--prompts", type=int, default=100)

@@ -1,19 +1,19 @@
-"""Prompts that outlive their server (`serve --kv-spill`).
+"""KV blocks on disk that outlive the server (`serve --kv-spill`).
 
     python benchmarks/spill.py ttft --tokens 4000 --rounds 7
     python benchmarks/spill.py replays --count 300
     python benchmarks/spill.py kill --rounds 10
     python benchmarks/spill.py bound --gb 10
 
-ttft     A prompt of `--tokens` random ids, one token of answer, in each round at servers started anew: never seen
-         (cold), from files in the page cache (ram), from files that were dropped from it (disk, with posix_fadvise),
-         and again at the same server (pool). Medians; `trunk rows` are those that were computed.
-replays  `--count` requests over a few common prefixes, greedy and sampled, with logprobs: at a server without files, at
-         one that writes them, and at a third one that begins from them. The same bytes of text and logprobs.
-kill     kill -9 while requests run and blocks are written; then a server on the same folder answers all of them, as one
-         without files does.
-bound    Distinct prompts until one and a half times `--gb` were written; the most that the folder ever took, in pages
-         of 4 KiB. For 10 GB of a model that keeps 23 KB a token: 650,000 tokens of prompts, which takes an hour or two.
+ttft     Time to first token of a prompt of `--tokens` random ids on fresh servers: new prompt (cold), files in the page
+         cache (ram), files dropped from the page cache with posix_fadvise (disk), and repeated at the same server
+         (pool). Medians over rounds; `trunk rows`: rows computed.
+replays  `--count` requests over a few common prefixes, greedy and sampled, with logprobs, on a server without files, on
+         one that writes files, and on a third one that reads them. Texts and logprobs must be equal.
+kill     kill -9 while requests run and blocks are written. A server on the same folder must then answer all requests as
+         a server without files.
+bound    Distinct prompts until 1.5 times `--gb` are written; reports the peak size of the folder in pages of 4 KiB.
+         10 GB of a model with 23 KB per token take 650,000 prompt tokens and one to two hours.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def server(args: argparse.Namespace, folder: Path | None, *more: str) -> Headsta
 
 
 def drop_from_memory(folder: Path) -> None:
-    """Files go to the disk, and out of the page cache."""
+    """Writes files to the disk and drops them from the page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
             handle = os.open(path, os.O_RDONLY)
@@ -70,7 +70,7 @@ def ttft(args: argparse.Namespace, folder: Path) -> Body:
             if name == "disk":
                 drop_from_memory(folder)
             with server(args, folder) as served:
-                served.ask_all([prompt_of(-turn, 64)], 8)  # what is loaded late is loaded
+                served.ask_all([prompt_of(-turn, 64)], 8)  # warm-up
                 for again in (name, "pool") if name == "ram" else (name,):
                     before = served.metrics()
                     answer = served.ask_all([prompt], 16)[0]
@@ -78,7 +78,7 @@ def ttft(args: argparse.Namespace, folder: Path) -> Body:
                     times[again].append(answer.first)
                     texts.add(answer.text)
                     tier = f"headstart:kv_hit_tokens_total{{{again}}}"
-                    hits[again].append(after.get(tier, 0.0) - before.get(tier, 0.0))  # the cold run has no tier
+                    hits[again].append(after.get(tier, 0.0) - before.get(tier, 0.0))  # no tier in the cold run
         if len(texts) != 1:
             sys.exit(f"the texts differ: {texts}")
     rows = {
@@ -97,7 +97,7 @@ def ttft(args: argparse.Namespace, folder: Path) -> Body:
 
 
 def requests(count: int) -> list[tuple[list[int], Body]]:
-    """Prompts of 40 to 900 tokens over eight prefixes, half of them sampled."""
+    """Prompts of 40 to 900 tokens over eight prefixes; half of the requests are sampled."""
     drawn, made = random.Random(5), []
     for number in range(count):
         prefix = prompt_of(drawn.randrange(8), drawn.randrange(32, 800))
@@ -109,7 +109,7 @@ def requests(count: int) -> list[tuple[list[int], Body]]:
 
 
 def answers(served: HeadstartServer, made: list[tuple[list[int], Body]], at_once: int) -> list[str]:
-    """Text and logprobs of each."""
+    """Text and logprobs of each request."""
     import asyncio
 
     async def run() -> list[str]:
@@ -145,7 +145,7 @@ def kill(args: argparse.Namespace, folder: Path) -> Body:
         expected = answers(served, made, 8)
     for turn in range(args.rounds):
         served = server(args, folder)
-        threading.Thread(target=_ignoring, args=(served, made), daemon=True).start()
+        threading.Thread(target=_send_until_killed, args=(served, made), daemon=True).start()
         time.sleep(1.0 + 0.137 * turn)
         served.kill()
         aside += len(list(folder.rglob(".new-*")))
@@ -159,8 +159,8 @@ def kill(args: argparse.Namespace, folder: Path) -> Body:
     return {"kills": args.rounds, "aside": aside, "differ": wrong, "hit_tokens": hit, "broken": broken}
 
 
-def _ignoring(served: HeadstartServer, made: list[tuple[list[int], Body]]) -> None:
-    """It will be killed."""
+def _send_until_killed(served: HeadstartServer, made: list[tuple[list[int], Body]]) -> None:
+    """Sends requests and ignores errors of the killed server."""
     try:
         answers(served, made, 8)
     except (NotAnsweredError, OSError):
@@ -180,7 +180,7 @@ def bound(args: argparse.Namespace, folder: Path) -> Body:
 
 
 def taken(folder: Path) -> int:
-    """Bytes of its files, in pages; of files that are there."""
+    """Bytes of the folder's files, rounded up to pages."""
     total = 0
     for path in folder.rglob("*"):
         with suppress(FileNotFoundError):
@@ -191,13 +191,13 @@ def taken(folder: Path) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("ttft", "replays", "kill", "bound"))
-    parser.add_argument("--model", help="default: headstart's")
+    parser.add_argument("--model", help="default: the default model")
     parser.add_argument("--tokens", type=int, default=4000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--count", type=int, default=300)
     parser.add_argument("--gb", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--folder", type=Path, help="where blocks go, on a disk; default: a temporary folder")
+    parser.add_argument("--folder", type=Path, help="folder for blocks, on a disk; default: a temporary folder")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--serve", type=shlex.split, default=[], help="more options of headstart serve, in quotes")
     args = parser.parse_args()

@@ -1,9 +1,9 @@
-"""A storm of mixed requests against a running `headstart serve`: streams, hang-ups, bad bodies, every sampling option.
+"""Mixed load on a running `headstart serve`: streams, disconnects, bad bodies, every sampling option.
 
     headstart serve --port 8000 --no-shared-lookup &
     python benchmarks/storm.py --questions question.jsonl --minutes 5 --clients 64
 
-Afterwards `--replays` of the completed requests run again, one at a time: their texts must be the same bytes.
+Afterwards `--replays` completed requests are repeated one at a time; their texts must be equal byte for byte.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ async def storm_client(args: argparse.Namespace, texts: list[str], seed: int, en
 
 
 async def replay(args: argparse.Namespace, log: list[Any]) -> list[Body]:
-    """Send completed requests again, one at a time; returns those with another text."""
+    """Repeats completed requests one at a time. Returns those with another text."""
     different = []
     for body, before in log:
         after = await post(Server(args.host, args.port), CHAT, body)
@@ -123,7 +123,7 @@ async def replay(args: argparse.Namespace, log: list[Any]) -> list[Body]:
 
 
 def resident(pid: int | None) -> float | None:
-    """Megabytes of a process on this machine."""
+    """Resident memory of a local process in MB."""
     if pid is None:
         return None
     found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
@@ -131,7 +131,7 @@ def resident(pid: int | None) -> float | None:
 
 
 def storm(args: argparse.Namespace) -> Body:
-    """Counts by status, replays with another text, and metrics that are not back at 0."""
+    """Counts by status, replays with another text, and gauges that are not back at 0."""
     texts, log = in_turns(args.questions, args.per_category), list[Any]()
     end = time.monotonic() + 60 * args.minutes
 
@@ -147,7 +147,7 @@ def storm(args: argparse.Namespace) -> Body:
     names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
     left = {name: metric(args, name) for name in names}
     done = [(body, answer) for kind, body, answer in log if kind == "asked" and answer.status == 200]
-    # choices of n > 1 are interleaved in a stream: their texts are compared one by one elsewhere
+    # streams of n > 1 interleave their choices and are not compared here
     singles = [each for each in done if each[0].get("n", 1) == 1]
     chosen = random.Random(0).sample(singles, min(args.replays, len(singles)))
     different = asyncio.run(replay(args, chosen))
@@ -166,10 +166,10 @@ def main() -> int:
     parser.add_argument("--questions", type=Path, required=True, help="Spec-Bench's question.jsonl")
     parser.add_argument("--per-category", type=int, default=10)
     parser.add_argument("--minutes", type=float, default=5)
-    parser.add_argument("--requests", type=int, help="of each client; --minutes end them, too")
+    parser.add_argument("--requests", type=int, help="limit per client, beside --minutes")
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--replays", type=int, default=300)
-    parser.add_argument("--pid", type=int, help="the server's process, to record its memory")
+    parser.add_argument("--pid", type=int, help="process id of the server, to record its memory")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     result = storm(args)

@@ -1,11 +1,11 @@
-"""Trains a head day and night on a machine that does other things: one thread, only while nothing else wants the cores.
+"""Trains a head with one thread on otherwise unused CPU time.
 
-    python benchmarks/train_in_background.py FOLDER --data TEXTS --data MORE.jsonl        # again: it goes on
+    python benchmarks/train_in_background.py FOLDER --data TEXTS --data MORE.jsonl        # continues if run again
     python benchmarks/train_in_background.py FOLDER --kind block --turn-minutes 60
 
-`headstart train --finetune` runs at SCHED_IDLE and nice 19 with a limit on its memory, in turns, until it is stopped.
-It is paused while a benchmark of this machine runs (measure.machine.LOCK). FOLDER/head is the head, FOLDER/train.log
-has a line per turn. Without --data the model writes its own texts.
+`headstart train --finetune` runs in turns at SCHED_IDLE and nice 19 with a memory limit until it is stopped. It is
+paused during benchmarks of this machine (measure.machine.LOCK). FOLDER/head is the head; FOLDER/train.log has a line
+per turn. Without --data the model generates the texts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def lower_priority(max_bytes: int) -> None:
 
 
 def wait_for(child: subprocess.Popen[str]) -> None:
-    """Waits for the child, which is stopped while a benchmark runs."""
+    """Waits for the child and stops it during benchmarks."""
     is_paused = False
     while child.poll() is None:
         if is_benchmark_running() != is_paused:
@@ -46,10 +46,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kind", default="eagle3", choices=["mtp", "eagle3", "medusa", "block"])
-    parser.add_argument("--head", type=Path, help="head to begin with; default: the shipped one of the kind")
+    parser.add_argument("--head", type=Path, help="initial head; default: the shipped one of the kind")
     parser.add_argument("--data", type=Path, action="append", default=[])
     parser.add_argument("--turn-minutes", type=float, default=30.0)
-    parser.add_argument("--turns", type=int, help="default: until it is stopped")
+    parser.add_argument("--turns", type=int, help="default: unlimited")
     parser.add_argument("--memory-gb", type=float, default=16.0, help="limit on the address space")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)

@@ -1,32 +1,32 @@
-"""Every family and weight format on small random models: beside transformers, beside llama.cpp, and `headstart verify`
-on `native`, as one table.
+"""Checks of every family and weight format on small random models, as one table: transformers, llama.cpp, drafters, and
+`headstart verify` on `native`.
 
     python benchmarks/verify_families.py --llama-source LLAMA --json verify.json      # all columns, 500 cells each
     python benchmarks/verify_families.py --rows qwen3_5 --cells 100 --columns cells
     python benchmarks/verify_families.py --columns cuda --json cuda.json               # kernels of cuda, without a GPU
     python benchmarks/verify_families.py --columns cells --path avx2 --json avx2.json  # other instructions
 
-Rows are the families, variants of some, and `mimo+FORMAT`: a trunk in a weight format, its MTP module in floats.
+Rows are the families, variants of some, and `mimo+FORMAT`: a trunk in a weight format with a float MTP module.
 
-transformers  Its own class, float32: the largest difference of a logit (90 rows; limit 2e-4), the first 100 greedy
-              tokens, and those of `native` (with drafts) against `reference`.
-llama         llama.cpp's source with `build/bin`: its converter writes F32 and F16, its quantizer Q8_0 and Q4_K_M
-              (families/in_llama.py). The same 24 greedy steps behind 40 tokens, the worse of `reference` and `native`:
-              in F32 the largest difference of a log-probability, else the median divergence. Limits: `LIMITS` there.
-drafter       Draft logits of native MTP modules beside the formula of tests/contract/oracles.py, and of the DSpark
-              drafters of DeepSeek-V4 and V4.1 beside those of tests/contract/test_v4_dspark.py.
+transformers  transformers' class in float32: maximum logit difference (90 rows; limit 2e-4), the first 100 greedy
+              tokens, and the tokens of `native` (with drafts) against `reference`.
+llama         llama.cpp's converter writes F32 and F16, its quantizer Q8_0 and Q4_K_M (families/in_llama.py). 24 greedy
+              steps after 40 tokens, the worse of `reference` and `native`: in F32 the maximum difference of a
+              log-probability, else the median divergence. Limits: `LIMITS` of in_llama.py.
+drafter       Draft logits of native MTP modules against tests/contract/oracles.py, and of the DSpark drafters of
+              DeepSeek-V4 and V4.1 against tests/contract/test_v4_dspark.py.
 cells         `headstart verify`, all pairs of levels and many random cells: temperature 0, 0.7, 1; depth 0 to 5 and
               auto; MTP, n-gram and mixed drafts (n-gram alone where a family has no MTP module); 1, 4 and 16 sequences
-              at a time; chunks of 1, 37 and 512 rows; prefix cache and preemption on and off; 1 and 2 threads; in a few
-              cells prompts of 530 to 1,100 tokens. The trunk's blocks are scaled down, and the MTP module predicts the
-              same from its last token (families/softened.py), so that drafts are accepted, rejected and cut.
-cuda          On `cuda` beside `reference`, float32 (where there is no GPU in Triton's interpreter): the largest
-              difference of a log-probability (limit 2e-4), whether drafts, chunks and company change no bit, and how
-              many drafted tokens were accepted (families/in_cuda.py). Not among the default columns.
+              at a time; chunks of 1, 37 and 512 rows; prefix cache and preemption on and off; 1 and 2 threads; prompts
+              of 530 to 1,100 tokens in a few cells. The trunk's blocks are scaled down, and the MTP module predicts
+              similarly from its last token (families/softened.py), so that drafts are accepted, rejected and cut.
+cuda          `cuda` against `reference` in float32 (in Triton's interpreter without a GPU): maximum difference of a
+              log-probability (limit 2e-4), bit equality with drafts, chunks and batches, and number of accepted tokens
+              (families/in_cuda.py). Not a default column.
 
-`native` runs the best path of this processor, or --path. With --json results are kept as they come: the same command
-goes on where one was stopped, and measures again what was red or had other settings. Exit code 1 on a red cell; nothing
-is excused. `-`: there is none (no MTP module; no architecture of llama.cpp's; values of weight formats are the tests').
+`native` runs the best path of this CPU, or --path. With --json results are saved as they are measured: the same command
+continues a stopped run and repeats cells that are red or had other settings. Exit code 1 on a red cell. `-`: not
+applicable (no MTP module; no architecture in llama.cpp; values of weight formats are checked by tests).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def prompts(vocab: int) -> tuple[list[int], ...]:
 
 
 def cells(row: Row, args: argparse.Namespace, folder: Path) -> Measured:
-    """The document of `headstart verify`. Raises TimeoutError beyond --limit."""
+    """Document of `headstart verify`. Raises TimeoutError beyond --limit."""
     model, vocab, drafts = row.write(folder)
     texts = prompts(vocab)
     options = VerifyOptions(
@@ -153,13 +153,13 @@ COLUMNS: dict[str, tuple[tuple[str, ...], Callable[[Row, argparse.Namespace, Pat
 
 
 def measure(row: Row, column: str, args: argparse.Namespace) -> tuple[dict[str, str], Any, float]:
-    """Texts of the table, what was found, seconds."""
+    """(texts of the table, findings, seconds)."""
     heads, measured = COLUMNS[column]
     begun, found = time.perf_counter(), dict[str, Any]()
     try:
         with tempfile.TemporaryDirectory() as folder:
             texts, found = measured(row, args, Path(folder))
-    except Exception as error:  # noqa: BLE001  one family that fails must not hide the others
+    except Exception as error:  # noqa: BLE001  a failing family must not hide the others
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         texts = {heads[0]: marked(f"{type(error).__name__}: {first[:160]}", False)}
     return texts, found, time.perf_counter() - begun
@@ -177,12 +177,14 @@ def parsed(rows: dict[str, Row]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--rows", type=lambda text: text.split(","), default=list(rows), help=",".join(rows))
-    add("--columns", type=lambda text: text.split(","), help=f"of {', '.join(COLUMNS)}; default: all that can be")
+    add(
+        "--columns", type=lambda text: text.split(","), help=f"some of {', '.join(COLUMNS)}; default: all possible ones"
+    )
     add("--llama-source", type=Path, help="llama.cpp's source, with build/bin")
-    add("--cells", type=int, default=500, help="of each row, at least")
-    add("--limit", type=float, default=600, help="processor seconds that the cells of a row may take")
+    add("--cells", type=int, default=500, help="minimum of each row")
+    add("--limit", type=float, default=600, help="maximum CPU seconds of the cells of a row")
     add("--max-tokens", type=int, default=24)
-    add("--path", help="of instructions: " + ", ".join(backend.instruction_paths()))
+    add("--path", help="instruction-set path: " + ", ".join(backend.instruction_paths()))
     add("--threads", type=lambda text: [int(word) for word in text.split(",")], default=[1, 2])
     add("--json", type=Path, help="file that keeps the results")
     args = parser.parse_args()
