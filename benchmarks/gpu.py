@@ -1,27 +1,26 @@
-"""Everything that a machine with a GPU is for, in one command of some minutes at a time.
+"""Checks, measurements and training on a machine with a GPU, in calls of some minutes each.
 
-    python benchmarks/gpu.py pack --prompts gpteacher.jsonl          # here: what to take along, scratch/gpu/1, 2, ...
-    python benchmarks/gpu.py all --carried scratch/gpu --minutes 9   # there, again and again
-    python benchmarks/gpu.py heads --out RETURNED --to HEADS         # here: the heads that came back
+    python benchmarks/gpu.py pack --prompts gpteacher.jsonl          # here: files to upload, scratch/gpu/1, 2, ...
+    python benchmarks/gpu.py all --carried scratch/gpu --minutes 9   # there, repeatedly
+    python benchmarks/gpu.py heads --out RETURNED --to HEADS         # here: unpack the returned heads
 
-The machine needs no network: Python with torch, numpy, tokenizers, jinja2 and rich (triton and transformers for
-some parts, pytest and hypothesis for the tests), this repository's files, and the default model. `pack` cuts that into
-parts and deals them out to folders of `--call-mb`, for machines that take only so much in a call, and adds packages
-that these often lack. Each call takes along one folder more, and keeps in `--work` what it finds below `--carried`;
-until all parts are there it says that the model is not and ends with 2. Any other model is named by `--model DIR`.
-Prompt files (JSONL with `prompt`) are optional and never part of the repository.
+The machine needs no network: Python with torch, numpy, tokenizers, jinja2 and rich (triton and transformers for some
+parts, pytest and hypothesis for the tests), this repository's files, and the default model. `pack` splits the model
+into parts, adds packages that such machines often lack, and distributes both over folders of at most `--call-mb`, for
+machines with limited uploads. Each call uploads one more folder and stores the files below `--carried` in `--work`.
+Until all parts have arrived, calls end with exit code 2. `--model DIR` names another model. Prompt files (JSONL with
+`prompt`) are optional and not part of the repository.
 
-Parts, in this order; one that fails never stops the others, and what an earlier call has done is not done again:
+Parts run in this order. A failed part does not stop the others. Finished work of earlier calls is not repeated.
 
-bits    a row's logits beside other rows, bit for bit (device/bits.py)
-checks  kernels' tests, `headstart verify --full` and some families (device/checks.py)
-speed   tokens/s, plain and with drafts, beside plain torch and the limit of the memory (device/speed.py)
-train   heads for the default model on text that it writes there (device/heads.py)
+bits    logits of a row in batches and chunks, bit for bit (device/bits.py)
+checks  tests of kernels, `headstart verify --full` and some families (device/checks.py)
+speed   tokens/s, plain and with drafts, against plain torch and the limit of the memory bandwidth (device/speed.py)
+train   heads for the default model, on text that it generates (device/heads.py)
 
-Results are rows of OUT/gpu.json, written as they come, and tables on stdout; heads come as OUT/heads.00, .01, ... State
-that is too large to come back stays in `--work`, with a copy of the rows: a later call on the same machine goes on
-there. On another one the rows that came back are taken from `--carried`, and `train --start HEADS` goes on from the
-heads that came back and where their schedule stood.
+Results are rows of OUT/gpu.json, written as they are measured, and tables on stdout. Heads are OUT/heads.00, .01, ...
+Large state stays in `--work`, with a copy of the rows, for later calls on the same machine. Another machine takes the
+returned rows from `--carried`; `train --start HEADS` continues from the returned heads and their schedule.
 """
 
 from __future__ import annotations
@@ -53,27 +52,29 @@ def parser() -> argparse.ArgumentParser:
     main = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     main.add_argument("command", choices=("all", *PARTS, "pack", "heads"))
     main.add_argument("--out", type=Path, default=Path(os.environ.get("OUT") or HERE / "out"))
-    main.add_argument("--work", type=Path, default=hub.cache_dir() / "gpu", help="what stays on the machine")
-    main.add_argument("--carried", type=Path, default=HERE, help="what was taken along")
-    main.add_argument("--minutes", type=float, help="of this call; default: no end")
+    main.add_argument("--work", type=Path, default=hub.cache_dir() / "gpu", help="folder that stays on the machine")
+    main.add_argument("--carried", type=Path, default=HERE, help="folder of uploaded files")
+    main.add_argument("--minutes", type=float, help="limit of this call; default: none")
     main.add_argument("--device", default="cuda")
-    main.add_argument("--backend", help="default: cuda where there is one and a GPU, else reference")
+    main.add_argument("--backend", help="default: cuda with a GPU, else reference")
     main.add_argument("--model", default=hub.DEFAULT_MODEL)
     main.add_argument("--seed", type=int, default=0)
-    main.add_argument("--call-mb", type=float, help="pack: of a call; default: 66, less this repository's files")
+    main.add_argument(
+        "--call-mb", type=float, help="pack: upload limit of a call; default: 66, less this repository's files"
+    )
     main.add_argument("--prompts", type=Path, action="append", default=[], help="pack, train: JSONL prompts")
     main.add_argument("--to", type=Path, help="heads: a new folder")
     train = main.add_argument_group("train")
     train.add_argument("--kinds", default="mtp,eagle3,block")
     train.add_argument("--tokens", type=int, default=100_000_000)
-    train.add_argument("--train-minutes", type=float, default=24, help="of all calls together; 0: tokens alone decide")
+    train.add_argument("--train-minutes", type=float, default=24, help="limit over all calls; 0: none")
     train.add_argument("--start", default="shipped", help="shipped, new, or a folder of heads")
-    train.add_argument("--chunk", type=int, default=3_000_000, help="answer tokens of a round")
+    train.add_argument("--chunk", type=int, default=3_000_000, help="answer tokens per round")
     train.add_argument("--batch-tokens", type=int, default=32_768)
-    train.add_argument("--slots", type=int, default=2048, help="texts that are written at the same time")
-    train.add_argument("--answer", type=int, default=256, help="most tokens of an answer")
-    train.add_argument("--held-out", type=int, default=40_000, help="tokens")
-    train.add_argument("--every", type=int, default=50, help="one prompt in so many is held out")
+    train.add_argument("--slots", type=int, default=2048, help="texts generated concurrently")
+    train.add_argument("--answer", type=int, default=256, help="maximum tokens of an answer")
+    train.add_argument("--held-out", type=int, default=40_000, help="held-out answer tokens")
+    train.add_argument("--every", type=int, default=50, help="one of this many prompts is held out")
     speed = main.add_argument_group("bits, speed")
     speed.add_argument("--length", type=int, default=513, help="bits: rows of the text")
     speed.add_argument("--shapes", default="default,qwen3.5-0.8b,moe,qwen3.5-9b")
@@ -100,7 +101,7 @@ def main() -> int:
     failed = 0
     for name in names:
         mine = clock if len(names) == 1 else clock.share(SHARES[name])
-        failed += not attempt(results, name, lambda: WORK[name](args, mine, results))  # noqa: B023  it runs now
+        failed += not attempt(results, name, lambda: WORK[name](args, mine, results))  # noqa: B023  called at once
     return 1 if failed else 0
 
 
@@ -116,14 +117,14 @@ def pack(args: argparse.Namespace) -> int:
 
 
 def about(args: argparse.Namespace) -> dict[str, Any]:
-    told = {"command": " ".join(sys.argv[1:]), "python": platform.python_version(), "device": args.device}
+    facts = {"command": " ".join(sys.argv[1:]), "python": platform.python_version(), "device": args.device}
     try:
         import torch
     except ImportError:
-        return told
+        return facts
     if args.device == "cuda" and torch.cuda.is_available():
-        told["gpu"] = torch.cuda.get_device_name()
-    return {**told, "torch": torch.__version__}
+        facts["gpu"] = torch.cuda.get_device_name()
+    return {**facts, "torch": torch.__version__}
 
 
 def backend_of(args: argparse.Namespace) -> str:
@@ -156,7 +157,7 @@ def speed(args: argparse.Namespace, clock: Clock, results: Results) -> None:
 
 
 def train(args: argparse.Namespace, clock: Clock, results: Results) -> None:
-    from device.heads import Plan, School
+    from device.heads import JointTraining, Plan
 
     files = args.prompts or sorted((args.work / "carried").glob("*.jsonl"))
     plan = Plan(
@@ -165,7 +166,7 @@ def train(args: argparse.Namespace, clock: Clock, results: Results) -> None:
         held_out=args.held_out, every=args.every, batch_tokens=args.batch_tokens, slots=args.slots,
         answer=args.answer, files=files, start=args.start, seed=args.seed,
     )  # fmt: skip
-    School(plan, args.work / "train", args.out, clock, results).run()
+    JointTraining(plan, args.work / "train", args.out, clock, results).run()
 
 
 WORK = {"bits": bits, "checks": checks, "speed": speed, "train": train}

@@ -1,7 +1,7 @@
-"""One row against many on the device's own units: the logits of a row, bit for bit, whatever shares its pass.
+"""Bit equality of a row's logits on the device, whatever other rows are in its pass.
 
-The rows of a text are first computed one pass each; then the same rows in chunks of many sizes, and beside other texts
-in shuffled order. Every row is compared with its first self: how many differ, and by how much.
+The rows of a text are computed in one pass each, then in chunks of many sizes, and in batches with other texts in
+shuffled order. Reported: the number of rows that differ from the first computation, and by how much.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BLOCK_SIZE = 16
 
 @dataclass
 class Device:
-    """A trunk with room for some thousand positions."""
+    """A trunk with KV cache for some thousand positions."""
 
     model: Model
     blocks: int
@@ -36,10 +36,10 @@ class Device:
         self._handle = backend.prepare(decoder.program(pools))
 
     def run(self, parts: Seq[Rows]) -> np.ndarray:
-        """Logits of all rows, in the order of the parts."""
+        """Logits of all rows in the order of the parts."""
         backend = self.model.backend
         logits = backend.run(self._handle, build_plan(list(parts), BLOCK_SIZE))["logits"]
-        return np.array(backend.numpy(logits))  # a copy: backends use their buffers again
+        return np.array(backend.numpy(logits))  # a copy, as backends reuse their buffers
 
 
 def sequence(tokens: list[int], first_block: int) -> Sequence:
@@ -59,8 +59,8 @@ def in_chunks(device: Device, tokens: list[int], size: int) -> np.ndarray:
     return np.concatenate([device.run([part(of, at, min(at + size, len(tokens)))]) for at in ends])
 
 
-def beside(device: Device, tokens: list[int], others: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
-    """The rows one by one, each pass shared with as many other texts at other places."""
+def batched(device: Device, tokens: list[int], others: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+    """The rows one by one, each in a pass with `others` rows of other texts."""
     blocks = -(-len(tokens) // BLOCK_SIZE)
     texts = [rng.permutation(tokens).tolist() for _ in range(others)]
     company = [sequence(text, (1 + i) * blocks) for i, text in enumerate(texts)]
@@ -95,7 +95,7 @@ def run(model: Model, length: int, clock: Clock, results: Results, seed: int = 0
     rows = []
     work = [("chunks of", size, lambda size=size: in_chunks(device, tokens, size)) for size in CHUNKS if size <= length]
     short = tokens[: min(length, 48)]
-    work += [("beside", n, lambda n=n: np.concatenate(list(beside(device, short, n, rng)))) for n in COMPANY]
+    work += [("beside", n, lambda n=n: np.concatenate(list(batched(device, short, n, rng)))) for n in COMPANY]
     about = {"backend": model.backend.name, "model": model.name}
     work = [each for each in work if not results.done("bits", what=each[0], count=each[1], **about)]
     first = in_chunks(device, tokens, 1) if work else np.zeros(0)

@@ -1,4 +1,4 @@
-"""The card of a head that was trained here."""
+"""Model card of a head trained by gpu.py."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ trunk and this project.
 
 def write_card(folder: Path, kind: str, facts: dict[str, Any], plan: Plan) -> None:
     held = dict(facts["held_out"])
-    told = held.pop("all")
+    scores = held.pop("all")
     files = "".join(f", prompts of {Path(each).name}" for each in plan.files)
     text = CARD.format(
         title=kind.upper() if kind == "mtp" else kind, model=plan.model, kind=kind, batch=plan.batch_tokens,
         dtype=plan.dtype, start=Path(plan.start).name, tokens=facts["tokens"], steps=facts["steps"],
-        minutes=facts["minutes"], written=facts["distinct_answer_tokens"], length=told["length"],
-        cumulative=" / ".join(f"{x:.3f}" for x in told["cumulative"]), sampled=told["sampled_length"], files=files,
+        minutes=facts["minutes"], written=facts["distinct_answer_tokens"], length=scores["length"],
+        cumulative=" / ".join(f"{x:.3f}" for x in scores["cumulative"]), sampled=scores["sampled_length"], files=files,
         kinds="\n".join(f"| {name} | {each['length']} |" for name, each in sorted(held.items())),
     )  # fmt: skip
     (folder / "README.md").write_text(text, "utf-8")

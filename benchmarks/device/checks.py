@@ -1,5 +1,5 @@
-"""Commands that say whether the backend is right on the device: its kernels beside `reference`, `verify --full`,
-numerics, and families whose text must not hang on drafts, chunks and company (verify_families.py --columns cuda)."""
+"""Correctness checks of the backend on the device: kernels against `reference`, `verify --full`, numerics, and families
+with drafts, chunks and batches (verify_families.py --columns cuda)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def commands(backend: str, device: str, model: str) -> dict[str, list[str]]:
 
 
 def run(backend: str, device: str, model: str, clock: Clock, results: Results, out: Path) -> None:
-    """Each with what is left of the time; its whole output goes to `out`."""
+    """Runs each command within the remaining time; its output goes to `out`."""
     rows = []
     out.mkdir(parents=True, exist_ok=True)
     for name, command in commands(backend, device, model).items():

@@ -1,4 +1,4 @@
-"""A clock that stops in time, and results that are written as they come."""
+"""Time limit of a call, and results that are written as they are measured."""
 
 from __future__ import annotations
 
@@ -19,28 +19,27 @@ RESERVE_S = 20.0
 
 @dataclass
 class Clock:
-    """So many minutes from now on; none: no end."""
+    """A limit of `minutes` from now on (None: no limit)."""
 
     minutes: float | None = None
     begun: float = field(default_factory=time.monotonic)
 
     @property
     def left(self) -> float:
-        """Seconds, without the reserve."""
+        """Seconds left, less the reserve."""
         if self.minutes is None:
             return float("inf")
         return self.begun + 60 * self.minutes - RESERVE_S - time.monotonic()
 
     def share(self, part: float) -> Clock:
-        """A clock for a part of what is left."""
+        """A clock with a share of the remaining time."""
         return Clock(None if self.minutes is None else max(0.0, part * self.left + RESERVE_S) / 60)
 
 
 @dataclass
 class Results:
-    """A JSON file that grows by a row with every number; tables are printed as they come. `kept`: a copy that stays
-    where this machine keeps its state, as `path` may be taken away after each call; `known`: rows that another call
-    brought back, for a machine that has neither."""
+    """Rows in a JSON file, written one by one. `kept`: a copy beside the machine's state, as `path` may be removed
+    after each call. `known`: returned rows of an earlier call, for a machine without both."""
 
     path: Path
     about: dict[str, Any] = field(default_factory=dict)
@@ -60,16 +59,16 @@ class Results:
             write_atomic(path, json.dumps({"about": self.about, "rows": self.rows}, indent=1, default=str) + "\n")
 
     def done(self, part: str, **keys: Any) -> bool:
-        """Is there such a row without an error already?"""
+        """Whether a row with these keys exists without an error."""
         wanted = {"part": part, **keys}
         return any(all(row.get(k) == v for k, v in wanted.items()) and "error" not in row for row in self.rows)
 
 
 def attempt(results: Results, part: str, work: Callable[[], None], **about: Any) -> bool:
-    """One failing part never stops the others: its error becomes a row."""
+    """Runs a part. Its error becomes a row and does not stop the others."""
     try:
         work()
-    except (Exception, SystemExit) as error:  # noqa: BLE001  whatever it is, the next part has its turn
+    except (Exception, SystemExit) as error:  # noqa: BLE001  no error stops the next part
         traceback.print_exc()
         results.add(part, **about, error=f"{type(error).__name__}: {error}"[:2000])
         return False
@@ -81,7 +80,7 @@ def say(line: str) -> None:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """Markdown on stdout."""
+    """Prints a Markdown table."""
     print("\n| " + " | ".join(head) + " |\n|" + "---|" * len(head))
     for row in rows:
         cells = (f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in row)

@@ -1,7 +1,7 @@
-"""A GPU that is not here: every launch of a kernel is compiled for it, to the binary, and nothing runs.
+"""Compiles every kernel launch for an absent GPU to a binary, without running it.
 
-Triton's own way from the arguments of a launch to a binary is taken, so what is compiled is what the GPU would get:
-types, alignments, sizes that are ones or multiples of sixteen. Must be imported before Triton is.
+Triton specializes on the launch arguments as for the GPU: types, alignments, sizes that are 1 or multiples of 16. Must
+be imported before Triton.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuo
 
 @dataclass
 class Compiled:
-    """One binary: the constants it was compiled for; bytes of shared memory; registers of a thread and bytes that it
-    keeps outside of them (stack and spills; -1: not known)."""
+    """One binary: its constants, bytes of shared memory, registers of a thread, and bytes of local memory of a thread
+    (stack and spills; -1: unknown)."""
 
     kernel: str
     about: str
@@ -57,7 +57,7 @@ class Compiled:
 
 @dataclass
 class Pass:
-    """Launches of one pass of a program, in order: (kernel, hash of its binary)."""
+    """Launches of one pass of a program in order: (kernel, hash of its binary)."""
 
     program: Any
     rows: int
@@ -65,8 +65,8 @@ class Pass:
 
 
 class Compiler:
-    """Each kernel is compiled once for the same types and constants. `found`: all binaries by their hash; `used`,
-    `failed`, `passes`: since `begin`, hashes of what was launched, kernels that do not compile, and why, what ran."""
+    """Compiles each kernel once per types and constants. `found`: all binaries by hash. Since `begin`: `used`, hashes
+    of launched binaries; `failed`, errors of kernels that do not compile; `passes`, the passes run."""
 
     def __init__(self, target: str) -> None:
         self.name, self.target = target, TARGETS[target]
@@ -82,7 +82,7 @@ class Compiler:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """While this is so, models that are loaded on `cuda` are this compiler's."""
+        """Context in which models loaded on `cuda` launch with this compiler."""
         run, opened, known = JITFunction.run, cuda_backend.open_device, driver._active
         fake = SimpleNamespace(
             get_current_device=lambda: 0, get_current_stream=lambda device: 0, get_current_target=lambda: self.target
@@ -92,12 +92,12 @@ class Compiler:
             name = kernel.fn.__name__
             try:
                 made = run(kernel, *args, grid=grid, warmup=True, **about)
-            except Exception as error:  # noqa: BLE001  it is reported, and the next kernel has its turn
-                self.failed.setdefault(name, _told(error))
+            except Exception as error:  # noqa: BLE001  reported, and the next kernel is compiled
+                self.failed.setdefault(name, _error_chain(error))
                 return
             self._take(name, made)
             if name == "pick":
-                args[4].zero_()  # what is drawn must be a token
+                args[4].zero_()  # the sampled id must be a valid token
 
         JITFunction.run, cuda_backend.open_device = compiled, lambda: LIKE_A_GPU
         driver.set_active(fake)
@@ -120,15 +120,15 @@ class Compiler:
             assembly = made.asm["ptx" if self.target.backend == "cuda" else "amdgcn"]
             names, constants = made.src.fn.arg_names, made.src.constants
             about = " ".join(f"{names[at[0]]}={value}" for at, value in constants.items() if names[at[0]].isupper())
-            told = Compiled(name, about, made.metadata.shared, assembly=assembly)
+            binary = Compiled(name, about, made.metadata.shared, assembly=assembly)
             if self.target.backend == "cuda":
-                told.registers, told.local = _used(made.asm["cubin"])
-            self.found[made.hash] = told
+                binary.registers, binary.local = _thread_memory(made.asm["cubin"])
+            self.found[made.hash] = binary
         if self.passes:
             self.passes[-1].launches.append((name, made.hash))
 
     def watch(self, backend: Any) -> None:
-        """Passes of this backend's programs are told apart from now on; what lies between them belongs to none."""
+        """Records the passes of this backend's programs separately. Launches between passes belong to none."""
         recorder = backend.recorder
         compute = recorder.compute
 
@@ -141,8 +141,8 @@ class Compiler:
         recorder.compute = computed
 
 
-def _told(error: BaseException) -> str:
-    """An error and those that brought it about: what is wrong stands in the innermost one."""
+def _error_chain(error: BaseException) -> str:
+    """Text of an error and its causes; the innermost cause has the details."""
     lines = []
     at: BaseException | None = error
     while at is not None:
@@ -156,8 +156,8 @@ def _kernels() -> list[Any]:
     return [each for module in modules for each in vars(module).values() if isinstance(each, JITFunction)]
 
 
-def _used(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and bytes of its stack and local memory."""
+def _thread_memory(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes of stack and local memory."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()

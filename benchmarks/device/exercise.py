@@ -1,4 +1,4 @@
-"""Engines that have every kernel of the cuda backend launched, for compiling.py: models, requests, company."""
+"""Engine runs that launch every kernel of the cuda backend, for compiling.py."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def names() -> list[str]:
 
 
 def exercise(name: str, compiler: Compiler) -> str:
-    """An engine on this model, whose launches the compiler gets. Why the backend refuses it, or nothing."""
+    """Runs an engine on this model with the compiler. Returns the backend's reason for a refusal, or an empty text."""
     with tempfile.TemporaryDirectory() as folder, compiler.active():
-        path, drafts, vocab = _written(name, Path(folder))
+        path, drafts, vocab = _write_model(name, Path(folder))
         for kept in (None, "float32"):
             base: dict[str, Any] = {"backend": "cuda", "kv_cache_dtype": kept}
             try:
@@ -59,13 +59,13 @@ def exercise(name: str, compiler: Compiler) -> str:
                     engine.submit(support.request(prompt, name=str(i), stops=(), **params))
                 while engine.has_work:
                     engine.step(lambda deltas: None)
-            drawn = torch.zeros(2, 3, dtype=torch.int64)  # what gates ask for
+            drawn = torch.zeros(2, 3, dtype=torch.int64)  # as gates request
             model.backend.sampler.logprobs(torch.zeros(2, vocab), drawn, None, torch.zeros(2, 3), 1)
     return ""
 
 
-def _written(name: str, folder: Path) -> tuple[str, bool, int]:
-    """(its path, has it modules that draft, its vocabulary)."""
+def _write_model(name: str, folder: Path) -> tuple[str, bool, int]:
+    """(path, whether it has draft modules, vocabulary size)."""
     if name == hub.DEFAULT_MODEL:
         return name, True, 49152
     if name in SHAPES:
@@ -77,7 +77,7 @@ def _written(name: str, folder: Path) -> tuple[str, bool, int]:
 
 
 def write_empty(folder: Path, family: str, keys: Mapping[str, Any]) -> Path:
-    """A checkpoint of these sizes, all zeros, that takes no room on the disk."""
+    """A checkpoint of these sizes with zeros in sparse files."""
     declared = registry.find("models", family).FAMILY
     sizes = {**TINY, **declared.small, **keys, "torch_dtype": "bfloat16"}
     shapes = declared.shapes(declared.read(sizes))

@@ -1,16 +1,15 @@
-"""Heads of several kinds that learn from the same batches, while the trunk writes what they learn from.
+"""Joint training of heads of several kinds on text that the trunk generates.
 
-A round: a chunk of new text is written, and its answers are trained on together with a chunk of some rounds ago, each
-batch by every head; the trunk's hidden states are computed for the batch and forgotten. State (weights, optimizers,
-round and batch) is written every minute and at the end; what is started again goes on with the same batch. On a machine
-that has lost the state, `start` names the heads that came back from an earlier one, and where their schedule stood.
+In a round a chunk of new text is generated. All heads are trained on its answers and on a chunk of some rounds ago,
+with the same batches. Hidden states are computed per batch and not stored. State (weights, optimizers, round and batch)
+is written every minute and at the end; a restarted run continues with the same batch. On a machine without the state,
+`start` names the folder of heads returned from an earlier machine, with their schedule.
 
-The defaults, by counting, for the default model on one H100 (nothing of this was measured on one yet): a pass of the
-writer reads 23 kB of keys and values for each of 2,048 x 384 places, 18 GB or 6 ms at 3 TB/s, and does 0.55 TFLOP and
-some 800 small kernels; at 12 to 14 ms a pass that is about 150,000 tokens/s. Training costs 0.8 GFLOP a token for the
-trunk and three heads, and 5 MB of traffic for logits: 100 M tokens are 400 s at 200 TFLOP/s and 180 s of traffic. Each
-text is trained on twice, so 40 M tokens of answers are written, 270 s. Together about 15 minutes of 24; where it is
-slower, the schedule ends by time.
+Estimated (not measured) cost of the defaults, for the default model on one H100: a pass of the writer reads 23 kB of KV
+for each of 2,048 x 384 positions, 18 GB or 6 ms at 3 TB/s, and has 0.55 TFLOP and some 800 small kernels; 12 to 14 ms
+per pass are about 150,000 tokens/s. Training takes 0.8 GFLOP per token for the trunk and three heads, and 5 MB of
+traffic for logits: 100 M tokens take 400 s at 200 TFLOP/s and 180 s of traffic. Each text is used twice, so 40 M answer
+tokens are generated, in 270 s. The total is about 15 of 24 minutes; a slower machine ends by time.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ from headstart.train.torch_weights import build_modules, round_weights
 from headstart.train.trainer import Recipe, Trainer, rate_factor
 
 KINDS = ("mtp", "eagle3", "block")
-STOOD = "stood.json"
+SCHEDULE_FILE = "stood.json"
 """Beside exported heads: where the schedule stood."""
 LAG = 3
 """Rounds after which a chunk is trained on again."""
@@ -61,9 +60,8 @@ LAG = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """`tokens`: of training, of each head; `minutes`: of all calls together, writing included: the schedule ends with
-    whichever comes first. `chunk`: tokens of answers a round; `start`: "shipped", "new", or a folder of heads by
-    kind."""
+    """`tokens`: training tokens of each head; `minutes`: time over all calls, generation included. The first limit ends
+    the schedule. `chunk`: answer tokens per round. `start`: "shipped", "new", or a folder of heads by kind."""
 
     model: str = hub.DEFAULT_MODEL
     device: str = "cuda"
@@ -85,19 +83,19 @@ class Plan:
 
 
 @dataclass(eq=False)
-class Student:
-    """One head in training: the columns of the streams it reads, and its best held-out result."""
+class HeadInTraining:
+    """One head in training: the columns of the streams that it taps, and its best held-out acceptance length."""
 
     kind: str
     trainer: Trainer
     columns: list[int]
     vocabulary: np.ndarray
     best: float = 0.0
-    loss: Tensor | None = None  # smoothed, on the device
+    loss: Tensor | None = None  # moving average, on the device
     results: dict[str, Acceptance] = field(default_factory=dict)
 
     def view(self, batch: Batch, width: int) -> Batch:
-        """The batch with its own streams only."""
+        """The batch with the tapped streams of this head only."""
         parts = [batch.tapped[..., i * width : (i + 1) * width] for i in self.columns]
         return replace(batch, tapped=torch.cat(parts, -1) if parts else batch.tapped[..., :0])
 
@@ -106,8 +104,8 @@ class Student:
         self.loss = loss.clone() if self.loss is None else self.loss.lerp_(loss, 0.02)
 
 
-class View:
-    """A trunk's states as one head reads them: for evaluation."""
+class TappedTrunk:
+    """The trunk's states with the streams of one head, for evaluation."""
 
     def __init__(self, trunk: TorchTrunk, columns: list[int]) -> None:
         self._trunk, self._columns, self.hidden_size = trunk, columns, trunk.hidden_size
@@ -119,8 +117,8 @@ class View:
         return torch.cat(parts, -1), best
 
 
-class School:
-    """One run, with what it writes: `work` keeps text and state, `out` what is to come back."""
+class JointTraining:
+    """A training run. `work` has text and state, `out` the files to return."""
 
     def __init__(self, plan: Plan, work: Path, out: Path, clock: Clock, results: Results) -> None:
         self.plan, self.work, self.out, self.clock, self.results = plan, work, out, clock, results
@@ -144,19 +142,19 @@ class School:
         self.texts = Texts(prompts, (writers[0], writers[1]), work, plan.chunk, plan.seed)
 
     def run(self) -> bool:
-        """To the end of the schedule, or until the clock says so. True at the end of the schedule."""
+        """Trains until the schedule or the time ends. True at the end of the schedule."""
         self._begun = self._saved = time.monotonic()
         for number, tokens in ((0, self.plan.held_out), (self.round_kept, self.plan.chunk)):
             self._write(number, tokens)
             if not self.texts.there(number):
                 say("the time was over before there was text to learn from: the same command goes on")
                 return False
-        self._enrol()
-        while self._share < 1 and not self._late():
+        self._prepare()
+        while self._share < 1 and not self._is_over():
             if not self._round():
                 break
         self._save()
-        self._judge()
+        self._evaluate()
         self._report()
         return self._share >= 1
 
@@ -164,48 +162,48 @@ class School:
     def round_kept(self) -> int:
         return int(torch.load(self.state, weights_only=False, mmap=True)["round"]) if self.state.exists() else 1
 
-    def _late(self) -> bool:
+    def _is_over(self) -> bool:
         return self.clock.left < 0
 
     @property
     def _share(self) -> float:
-        return min(student.trainer.share_done for student in self.students)
+        return min(trained_head.trainer.share_done for trained_head in self.heads)
 
     def _write(self, number: int, tokens: int) -> None:
         begun = time.monotonic()
-        count = self.texts.write(number, tokens, _seeded, self._late)
+        count = self.texts.write(number, tokens, _set_seed, self._is_over)
         self.written += count
         if count:
             spent = time.monotonic() - begun
             self.results.add("text", chunk=number, tokens=count, seconds=spent, tokens_per_s=count / spent)
 
-    # Beginning.
+    # Start.
 
-    def _enrol(self) -> None:
+    def _prepare(self) -> None:
         first = self.texts.examples(1 if self.texts.there(1) else self.round_kept)
         self.held_out = self.texts.examples(0)
         union = sorted({layer for s in self.frozen_models.values() for layer in tapped_layers(s.spec.tap)})
-        shipped = {kind: self._known(kind) for kind in self.plan.kinds}
+        shipped = {kind: self._initial_head(kind) for kind in self.plan.kinds}
         union = sorted({*union, *(layer for spec, *_ in shipped.values() for layer in tapped_layers(spec.tap))})
         base = next(iter(self.frozen_models.values())).trunk
         self.trunk = TorchTrunk(base.model, base.lm_head, tuple(union))
-        self.students = [self._student(kind, *shipped[kind], union, first) for kind in self.plan.kinds]
+        self.heads = [self._make_head(kind, *shipped[kind], union, first) for kind in self.plan.kinds]
         if self.state.exists():
             self._load()
             return
-        stood = Path(self.plan.start) / STOOD
-        if stood.is_file():
-            self._go_on(json.loads(stood.read_text("utf-8")))
-        self._judge()
+        schedule = Path(self.plan.start) / SCHEDULE_FILE
+        if schedule.is_file():
+            self._continue_schedule(json.loads(schedule.read_text("utf-8")))
+        self._evaluate()
 
-    def _go_on(self, stood: dict[str, Any]) -> None:
-        """With heads of another machine: the schedule where it was, optimizers anew, other text."""
-        self.round, self.seconds, self.written = stood["round"] + 1, stood["seconds"], stood["written"]
-        for student in self.students:
-            progress = student.trainer.progress
-            progress.tokens, progress.step, progress.seconds = stood["tokens"], stood["step"], stood["seconds"]
+    def _continue_schedule(self, schedule: dict[str, Any]) -> None:
+        """Continues the schedule of heads from another machine, with new optimizers and new text."""
+        self.round, self.seconds, self.written = schedule["round"] + 1, schedule["seconds"], schedule["written"]
+        for trained_head in self.heads:
+            progress = trained_head.trainer.progress
+            progress.tokens, progress.step, progress.seconds = schedule["tokens"], schedule["step"], schedule["seconds"]
 
-    def _known(self, kind: str) -> tuple[HeadSpec, dict[str, Tensor] | None, np.ndarray | None]:
+    def _initial_head(self, kind: str) -> tuple[HeadSpec, dict[str, Tensor] | None, np.ndarray | None]:
         frozen_model, start = self.frozen_models[kind], self.plan.start
         path = shipped_heads(self.model.checkpoint).get(kind) if start == "shipped" else Path(start) / kind
         if start == "new" or path is None or not path.is_dir():
@@ -215,7 +213,7 @@ class School:
         weights = {name: each.to(self.plan.device) for name, each in found.weights.items()}
         return found.spec, weights, found.draft_token_ids
 
-    def _student(
+    def _make_head(
         self,
         kind: str,
         spec: HeadSpec,
@@ -223,7 +221,7 @@ class School:
         known: np.ndarray | None,
         union: list[int],
         first: list[Example],
-    ) -> Student:
+    ) -> HeadInTraining:
         config, training = self.model.config, head_kind(kind).training
         assert training is not None
         size = min(self.plan.draft_vocab, config.vocab_size)
@@ -242,12 +240,12 @@ class School:
         ids = torch.from_numpy(np.asarray(vocabulary)).to(self.plan.device)
         target = DistillationTarget.of(self.trunk, ids, int4_drafts=True)
         columns = [union.index(layer) for layer in tapped_layers(spec.tap)]
-        return Student(kind, Trainer(masters, spec, target, recipe), columns, np.asarray(vocabulary))
+        return HeadInTraining(kind, Trainer(masters, spec, target, recipe), columns, np.asarray(vocabulary))
 
     # Rounds.
 
     def _round(self) -> bool:
-        """One round from where it stands; False where there was no time for it."""
+        """Runs or continues a round. False if the time is over."""
         self._write(self.round, self.plan.chunk)
         if not self.texts.there(self.round):
             return False
@@ -256,27 +254,27 @@ class School:
         plan = plan_epoch([len(each) for each in examples], self.plan.batch_tokens, self.plan.seed, self.round)
         width = self.trunk.hidden_size
         while self.batch < len(plan):
-            if self._late() or self._share >= 1:
+            if self._is_over() or self._share >= 1:
                 return False
-            step = self.students[0].trainer.progress.step
+            step = self.heads[0].trainer.progress.step
             chosen = [examples[i] for i in plan[self.batch]]
             batch = collate(chosen, self.trunk, self.trunk.dtype, self.trunk.lm_head.device, step)
-            for student in self.students:
-                student.learn(student.view(batch, width))
+            for trained_head in self.heads:
+                trained_head.learn(trained_head.view(batch, width))
             self.batch += 1
-            self._tick()
+            self._count_time()
         self.round, self.batch = self.round + 1, 0
         return True
 
-    def _tick(self) -> None:
+    def _count_time(self) -> None:
         now = time.monotonic()
         self.seconds += now - self._begun
         self._begun = now
-        for student in self.students:
-            student.trainer.progress.seconds = self.seconds
+        for trained_head in self.heads:
+            trained_head.trainer.progress.seconds = self.seconds
         if now - self._saved > self.plan.save_every:
             self._save()
-            self._judge()
+            self._evaluate()
             self._saved = self._begun = time.monotonic()
 
     def _save(self) -> None:
@@ -286,7 +284,7 @@ class School:
             "seconds": self.seconds,
             "written": self.written,
             "heads": {
-                s.kind: {"trainer": s.trainer.state(), "best": s.best, "loss": s.loss} for s in self.students
+                s.kind: {"trainer": s.trainer.state(), "best": s.best, "loss": s.loss} for s in self.heads
             },
         }  # fmt: skip
         content = io.BytesIO()
@@ -297,47 +295,47 @@ class School:
         state = torch.load(self.state, map_location=self.plan.device, weights_only=False)
         self.round, self.batch = state["round"], state["batch"]
         self.seconds, self.written = state["seconds"], state["written"]
-        for student in self.students:
-            kept = state["heads"][student.kind]
-            student.trainer.load_state(kept["trainer"])
-            student.best, student.loss = kept["best"], kept["loss"]
+        for trained_head in self.heads:
+            kept = state["heads"][trained_head.kind]
+            trained_head.trainer.load_state(kept["trainer"])
+            trained_head.best, trained_head.loss = kept["best"], kept["loss"]
         say(f"going on from round {self.round}, batch {self.batch}, {self._tokens:,} tokens")
 
     @property
     def _tokens(self) -> int:
-        return self.students[0].trainer.progress.tokens
+        return self.heads[0].trainer.progress.tokens
 
     # Results.
 
-    def _judge(self) -> None:
-        """Held-out acceptance of every head, and an export of what is better than before."""
+    def _evaluate(self) -> None:
+        """Evaluates all heads on held-out text and exports improved ones."""
         row: dict[str, Any] = {"tokens": self._tokens, "seconds": round(self.seconds, 1), "written": self.written}
-        before = [student.best for student in self.students]
-        for student in self.students:
-            trainer = student.trainer
+        before = [trained_head.best for trained_head in self.heads]
+        for trained_head in self.heads:
+            trainer = trained_head.trainer
             weights, recipe = round_weights(trainer.average), trainer.recipe
             modules = build_modules(weights, trainer.spec, self.trunk.hidden_size, recipe.dtype)
-            states = View(self.trunk, student.columns)
-            student.results = evaluate(modules, trainer.spec, trainer.target, self.held_out, states, recipe.loss)
-            told = student.results["all"]
-            loss = None if student.loss is None else round(float(student.loss), 4)
-            row[student.kind] = {"loss": loss, **told.data()}
-            if told.length > student.best:
-                student.best = told.length
-                self._export(student)
-        row["rate_factor"] = round(rate_factor(self.students[0].trainer.recipe, self._share), 4)
+            states = TappedTrunk(self.trunk, trained_head.columns)
+            trained_head.results = evaluate(modules, trainer.spec, trainer.target, self.held_out, states, recipe.loss)
+            overall = trained_head.results["all"]
+            loss = None if trained_head.loss is None else round(float(trained_head.loss), 4)
+            row[trained_head.kind] = {"loss": loss, **overall.data()}
+            if overall.length > trained_head.best:
+                trained_head.best = overall.length
+                self._export(trained_head)
+        row["rate_factor"] = round(rate_factor(self.heads[0].trainer.recipe, self._share), 4)
         self.out.mkdir(parents=True, exist_ok=True)
         with (self.out / "train-log.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
-        if before != [student.best for student in self.students]:
-            stood = {**row, "round": self.round, "step": self.students[0].trainer.progress.step}
-            write_atomic(self.work / "heads" / STOOD, json.dumps(stood) + "\n")
+        if before != [trained_head.best for trained_head in self.heads]:
+            schedule = {**row, "round": self.round, "step": self.heads[0].trainer.progress.step}
+            write_atomic(self.work / "heads" / SCHEDULE_FILE, json.dumps(schedule) + "\n")
             archive(self.work / "heads", self.out, "heads", PART_BYTES)
-        lengths = "  ".join(f"{s.kind} {row[s.kind]['length']:.3f} (loss {row[s.kind]['loss']})" for s in self.students)
+        lengths = "  ".join(f"{s.kind} {row[s.kind]['length']:.3f} (loss {row[s.kind]['loss']})" for s in self.heads)
         say(f"{self._tokens:,} tokens, {self.seconds:.0f} s: held-out acceptance length {lengths}")
 
-    def _export(self, student: Student) -> None:
-        config, trainer = self.model.config, student.trainer
+    def _export(self, trained_head: HeadInTraining) -> None:
+        config, trainer = self.model.config, trained_head.trainer
         facts = {
             "command": f"gpu.py train --tokens {self.plan.tokens} --start {Path(self.plan.start).name}",
             "tokens": self._tokens,
@@ -345,28 +343,29 @@ class School:
             "steps": trainer.progress.step,
             "minutes": round(self.seconds / 60, 1),
             "draft_coverage": {
-                kind: round(share, 4) for kind, share in vocabulary_coverage(self.held_out, student.vocabulary).items()
+                kind: round(share, 4)
+                for kind, share in vocabulary_coverage(self.held_out, trained_head.vocabulary).items()
             },
-            "held_out": {kind: each.data() for kind, each in student.results.items()},
+            "held_out": {kind: each.data() for kind, each in trained_head.results.items()},
         }
         head = HeadCheckpoint(
             spec=trainer.spec, hidden_size=config.hidden_size, vocab_size=config.vocab_size,
-            draft_token_ids=student.vocabulary, trunk=self.plan.model,
+            draft_token_ids=trained_head.vocabulary, trunk=self.plan.model,
             trunk_fingerprint=trunk_fingerprint(self.model.weights.tensors), training=facts,
         )  # fmt: skip
-        folder = self.work / "heads" / student.kind
+        folder = self.work / "heads" / trained_head.kind
         folder.parent.mkdir(parents=True, exist_ok=True)
         export_head(folder, head, trainer.average)
-        write_card(folder, student.kind, facts, self.plan)
+        write_card(folder, trained_head.kind, facts, self.plan)
 
     def _report(self) -> None:
         rows = []
-        for student in self.students:
-            told = student.results["all"]
+        for trained_head in self.heads:
+            overall = trained_head.results["all"]
             rate = self._tokens / max(self.seconds, 1e-9)
-            facts = {"tokens": self._tokens, "seconds": self.seconds, "tokens_per_s": rate, **told.data()}
-            self.results.add("train", kind=student.kind, best=student.best, share_done=self._share, **facts)
-            rows.append((student.kind, f"{self._tokens:,}", rate, told.length, student.best))
+            facts = {"tokens": self._tokens, "seconds": self.seconds, "tokens_per_s": rate, **overall.data()}
+            self.results.add("train", kind=trained_head.kind, best=trained_head.best, share_done=self._share, **facts)
+            rows.append((trained_head.kind, f"{self._tokens:,}", rate, overall.length, trained_head.best))
         table(("head", "tokens seen", "tokens/s, all heads", "held-out length", "best"), rows)
 
 
@@ -376,5 +375,5 @@ def _depth(kind: str) -> int:
     return training.depth
 
 
-def _seeded(seed: int) -> None:
+def _set_seed(seed: int) -> None:
     torch.manual_seed(seed)

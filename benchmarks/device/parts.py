@@ -1,4 +1,4 @@
-"""Large files in pieces that a limited transfer takes, and together again."""
+"""Splits large files for limited transfers and joins them again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def split(source: Path, folder: Path, name: str, part_bytes: int) -> list[Path]:
-    """`folder/name.00`, `.01`, ... of at most so many bytes, and `name.parts.json`, which says what they come to."""
+    """Writes `folder/name.00`, `.01`, ... of at most `part_bytes`, and `name.parts.json` with the size and hash."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob(f"{name}.*"):
         old.unlink()
@@ -42,8 +42,8 @@ def split(source: Path, folder: Path, name: str, part_bytes: int) -> list[Path]:
 
 
 def join(folders: list[Path], name: str, target: Path) -> bool:
-    """Put `target` together from parts that lie in any of the folders; False where some are missing yet. Raises
-    ValueError for parts that do not come to what was split."""
+    """Joins parts from any of the folders to `target`; False if some are missing. Raises ValueError if the result is
+    not the split file."""
     index = _found(folders, f"{name}.parts.json")
     if index is None:
         return False
@@ -78,7 +78,7 @@ TAKEN = ("gguf",)
 
 
 def pack(folder: Path, prompts: list[Path], call_bytes: int) -> list[list[Path]]:
-    """The default model in parts, packages and prompt files, in folders 1, 2, ... for as many calls to take along."""
+    """Puts the default model in parts, packages and prompt files into folders 1, 2, ..., one per call."""
     for old in folder.glob("[0-9]*"):
         shutil.rmtree(old)
     folder.mkdir(parents=True, exist_ok=True)
@@ -97,7 +97,7 @@ def pack(folder: Path, prompts: list[Path], call_bytes: int) -> list[list[Path]]
 
 
 def by_call(paths: list[Path], folder: Path, call_bytes: int) -> list[list[Path]]:
-    """These files, moved into folders 1, 2, ... of at most so many bytes each, in their order."""
+    """Moves the files in order into folders 1, 2, ... of at most `call_bytes` each."""
     calls: list[list[Path]] = []
     left = 0
     for path in paths:
@@ -111,15 +111,15 @@ def by_call(paths: list[Path], folder: Path, call_bytes: int) -> list[list[Path]
 
 
 def repository_bytes() -> int:
-    """What of a call this repository's own files take."""
+    """Bytes of this repository's files, which every call uploads."""
     listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT,
                             capture_output=True, text=True, check=True).stdout  # fmt: skip
     return sum((ROOT / name).stat().st_size for name in listed.split("\0") if name and (ROOT / name).is_file())
 
 
 def unpack(carried: Path, store: Path) -> Path | None:
-    """Keep what a call brought, in such folders or not, in `store`, where later calls find it, and put the default
-    model into the cache once all its parts are there. The model's path, or None."""
+    """Stores the uploaded files, in numbered folders or not, in `store` for later calls. Puts the default model into
+    the cache once all its parts have arrived. Returns the model's path, or None."""
     store.mkdir(parents=True, exist_ok=True)
     for path in sorted([*carried.glob("*"), *carried.glob("[0-9]*/*")]):
         if path.is_file():
@@ -132,7 +132,7 @@ def unpack(carried: Path, store: Path) -> Path | None:
 
 
 def use_packages(store: Path) -> None:
-    """What was taken along serves where it is not installed: here, and in processes that are started."""
+    """Makes uploaded packages importable here and in child processes, after installed ones."""
     packages = store / PACKAGES
     if packages.is_file() and not all(map(find_spec, TAKEN)):
         sys.path.append(str(packages))
@@ -140,7 +140,7 @@ def use_packages(store: Path) -> None:
 
 
 def archive(folder: Path, out: Path, name: str, part_bytes: int) -> list[Path]:
-    """A folder as one archive in parts: `unarchive` is the way back."""
+    """Writes a folder as an archive in parts, for `unarchive`."""
     content = io.BytesIO()
     with tarfile.open(fileobj=content, mode="w") as tar:
         tar.add(folder, arcname=".")
@@ -154,7 +154,7 @@ def archive(folder: Path, out: Path, name: str, part_bytes: int) -> list[Path]:
 
 
 def unarchive(folder: Path, name: str, target: Path) -> bool:
-    """False where there is no such archive."""
+    """Unpacks an archive of `archive`. False if there is none."""
     whole = target.with_name(f".{target.name}.tar")
     if not join([folder], name, whole):
         return False

@@ -1,11 +1,10 @@
-"""Tokens/s on the device: plain and with an MTP head, at several batches, beside plain torch and the memory's limit.
+"""Tokens/s on the device, plain and with an MTP head, at several batch sizes, against plain torch and the memory limit.
 
-Each row decodes `--decode` tokens for every sequence (end of text ignored, greedy), prompts of 32 random tokens
-before the clock starts: tokens/s = (tokens - 1) x sequences / (first to last token). `plain torch`: transformers'
-`generate` with its own cache, bfloat16, on the same sizes with random weights. `limit`: the weights that a pass reads
-and the keys and values of all sequences, over the bandwidth of a read that is measured first; rows of a batch share the
-weights, of a mixture those experts that so many rows are expected to take. No head is right about random weights:
-drafts are accepted at RATES there, and the default model's own head drafts for itself.
+Each row decodes `--decode` tokens per sequence (greedy, end of text ignored) after prompts of 32 random tokens:
+tokens/s = (tokens - 1) x sequences / (first to last token). `plain torch`: transformers' `generate` with its cache in
+bfloat16, on the same sizes with random weights. `limit`: bytes of a pass (weights, KV of all sequences) over the
+measured read bandwidth; rows of a batch share the weights, of a mixture the expected number of experts. Random models
+accept drafts at the rates RATES; the default model uses its own head.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ class Options:
 
 
 def config_of(backend: str, device: str, **more: Any) -> EngineConfig:
-    """The reference backend in bfloat16 on a GPU; other backends decide by themselves."""
+    """The reference backend uses bfloat16 on a GPU; other backends use their default."""
     narrow = {"dtype": "bfloat16"} if backend == "reference" and device == "cuda" else {}
     return EngineConfig(**{"backend": backend, "device": device, "seed": 0, **narrow, **more})
 
@@ -95,21 +94,21 @@ def run(options: Options, work: Path, clock: Clock, results: Results) -> None:
 
 
 def goals(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Of one stream: is it fast enough, beside the memory and beside itself without drafts?"""
+    """Goals for one sequence: share of the memory limit, and speed-up by drafts."""
     found = {(row["shape"], row["mode"]): row for row in rows if row["batch"] == 1}
     for (shape, mode), row in found.items():
         plain = found.get((shape, "plain"))
         if mode == "plain":
-            said = f"{row['share']:.0%} of the memory's limit", row["share"] >= SHARE
+            outcome = f"{row['share']:.0%} of the memory's limit", row["share"] >= SHARE
             wanted = f"{SHARE:.0%}"
         elif mode == "MTP" and plain:
             gain, length = row["tokens_per_s"] / plain["tokens_per_s"], row["tokens_a_pass"]
-            said = f"{gain:.2f} x plain at {length:.2f} tokens a pass", gain >= GAIN * min(length / LENGTH, 1)
+            outcome = f"{gain:.2f} x plain at {length:.2f} tokens a pass", gain >= GAIN * min(length / LENGTH, 1)
             wanted = f"{GAIN} x at {LENGTH} tokens a pass, in proportion below"
         else:
             continue
-        verdict = "reached" if said[1] else "NOT reached"
-        yield f"goal, {shape}, {mode}, one sequence: {said[0]}; wanted {wanted}: {verdict}"
+        verdict = "reached" if outcome[1] else "NOT reached"
+        yield f"goal, {shape}, {mode}, one sequence: {outcome[0]}; wanted {wanted}: {verdict}"
 
 
 def _bandwidth(options: Options) -> float:
@@ -138,9 +137,9 @@ def _shape(options: Options, shape: str, work: Path, clock: Clock, results: Resu
         more = {"drafter": "none"} if mode == "plain" else {"drafter": "mtp", "depth": DEPTH, **synthetic}
         llm = LLM(name, config_of(options.backend, options.device, max_num_seqs=max(counts), max_model_len=512, **more))
         for count in counts:
-            told = decode(llm, count, options.decode)
+            measured = decode(llm, count, options.decode)
             results.add("speed", shape=shape, mode=mode, batch=count, limit=limits[count], backend=options.backend,
-                        share=told["tokens_per_s"] / limits[count], **told)  # fmt: skip
+                        share=measured["tokens_per_s"] / limits[count], **measured)  # fmt: skip
             if clock.left < 10:
                 return
         del llm
@@ -152,7 +151,7 @@ def _shape(options: Options, shape: str, work: Path, clock: Clock, results: Resu
 
 
 def decode(llm: LLM, count: int, tokens: int) -> dict[str, Any]:
-    """All sequences decode together; the first round warms up."""
+    """Decodes all sequences together, after a warm-up round."""
     rng = np.random.default_rng(count)
     vocab = llm.model.config.vocab_size
     for most in (8, tokens):
@@ -166,7 +165,7 @@ def decode(llm: LLM, count: int, tokens: int) -> dict[str, Any]:
 
 
 def _limits(options: Options, name: str, bandwidth: float, results: Results, shape: str) -> dict[int, float]:
-    """tokens/s by batch that reads alone would allow."""
+    """Upper bound of tokens/s by batch size, from memory reads alone."""
     from headstart.formats import open_checkpoint
     from headstart.models.tensors import canonical_tensors, find_family, read_config
 
@@ -193,7 +192,7 @@ def _limits(options: Options, name: str, bandwidth: float, results: Results, sha
 
 
 def write_random(folder: Path, family: str, keys: Mapping[str, Any]) -> None:
-    """A checkpoint of these sizes: large matrices repeat a block of noise, all else as the small models have it."""
+    """A checkpoint of these sizes; large matrices repeat a block of noise, other tensors are as in the tiny models."""
     declared = registry.find("models", family).FAMILY
     sizes = {**TINY, **declared.small, **keys, "torch_dtype": "bfloat16"}
     config = declared.read(sizes)
@@ -213,7 +212,7 @@ def write_random(folder: Path, family: str, keys: Mapping[str, Any]) -> None:
 def _plain_torch(
     options: Options, name: str, shape: str, counts: Sequence[int], results: Results, limits: Mapping[int, float]
 ) -> None:
-    """transformers on a config of these sizes."""
+    """Speed of transformers with this config."""
     import transformers
 
     dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
@@ -230,7 +229,7 @@ def _plain_torch(
             stamps: list[float] = []
 
             def stamp(_: torch.Tensor, scores: torch.Tensor, stamps: list[float] = stamps) -> torch.Tensor:
-                """Called with the logits of each token."""
+                """Logits processor that records the time of each token."""
                 if options.device == "cuda":
                     torch.cuda.synchronize()
                 stamps.append(time.perf_counter())

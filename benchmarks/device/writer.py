@@ -1,8 +1,8 @@
-"""Text by a trunk in lock step: as many sequences as fit, one token each a pass, in plain torch.
+"""Batched text generation by a trunk in plain torch: one token per sequence and pass.
 
-A slot is a row of static caches [slots, kv heads, length, head dim]. A pass gives every slot a token, all of it on the
-device, so a GPU runs it as one CUDA graph; every few passes the host takes away what has ended and prompts take the
-free slots. Same jobs, seed, sizes and device: same tokens.
+A slot is a row of static caches [slots, kv heads, length, head dim]. A pass runs entirely on the device, as one CUDA
+graph on a GPU. Every few passes the host removes finished texts and fills free slots with prompts. Tokens are
+deterministic for jobs, seed, sizes and device.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PREFILL_TOKENS = 32_768
 
 @dataclass(frozen=True)
 class Job:
-    """A prompt to go on from. `top_p` below 1 needs one of the writer's first slots."""
+    """A prompt to continue. `top_p` below 1 needs one of the writer's first slots."""
 
     ids: tuple[int, ...]
     kind: str
@@ -45,7 +45,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Written:
-    """`ended`: by one of the model's end tokens, which is the last of `tokens`."""
+    """A finished text. `ended`: the last of `tokens` is an end token."""
 
     job: Job
     tokens: list[int]
@@ -61,7 +61,7 @@ class Cache:
 
 
 class SlotOps(TrainOps):
-    """Ops over one new row of each slot [slots, 1, W]."""
+    """Ops over one new row per slot [slots, 1, W]."""
 
     def __init__(self, ropes: dict[RopeSpec, tuple[Tensor, Tensor]], positions: Tensor, length: int) -> None:
         self._tables, self._positions = ropes, positions
@@ -85,15 +85,15 @@ class SlotOps(TrainOps):
             kept.scatter_(2, self._positions[:, None, :, None].expand_as(new), new)
 
     def attend(self, q: Tensor, pool: Cache, spec: AttentionSpec, sinks: Any = None, chosen: Any = None) -> Tensor:
-        # the query heads of a group are rows beside each other, so nothing is repeated
+        # query heads of a group are adjacent rows, so that keys need no repetition
         rows = q.view(len(q), spec.num_kv_heads, -1, spec.head_dim)
         mask = self._mask.expand(-1, -1, rows.shape[2], -1)
         out = scaled_dot_product_attention(rows, pool.keys, pool.values, attn_mask=mask, scale=spec.scale)
         return out.reshape(len(q), 1, -1)
 
 
-def most_likely(probs: Tensor, top_p: Tensor) -> Tensor:
-    """probs [N, V], top_p [N] -> which tokens stay: the likely ones that come to top_p, by halving an interval."""
+def top_p_mask(probs: Tensor, top_p: Tensor) -> Tensor:
+    """Top-p mask of probs [N, V] for top_p [N], by bisection of the threshold."""
     low, high = torch.zeros_like(top_p), probs.amax(-1)
     for _ in range(HALVINGS):
         middle = (low + high) / 2
@@ -103,8 +103,8 @@ def most_likely(probs: Tensor, top_p: Tensor) -> Tensor:
 
 
 class Writer:
-    """`slots` sequences of at most `length` tokens; the first `narrow` slots can do top-p. Raises UsageError for a
-    trunk that keeps more than keys and values, or sees less than all of them."""
+    """Generates `slots` sequences of at most `length` tokens; the first `narrow` slots support top-p. Raises UsageError
+    for trunks with other state than KV, or with attention to a part of it."""
 
     def __init__(self, model: Decoder, ends: Sequence[int], slots: int, length: int, narrow: int) -> None:
         mixers = [layer.mixer for layer in model.layers]
@@ -135,8 +135,8 @@ class Writer:
     def run(
         self, jobs: deque[Job], narrow: deque[Job], follow: Callable[[Written], None], late: Callable[[], bool]
     ) -> Iterator[Written]:
-        """What becomes of the jobs, as it ends. `follow` hears it first and may append jobs to the queues. When it is
-        `late`, what is being written is dropped."""
+        """Yields texts as they finish. `follow` gets each first and may append jobs to the queues. If `late`,
+        unfinished texts are dropped."""
         self._jobs = [None] * self.slots
         while not late():
             self._fill(jobs, narrow)
@@ -164,7 +164,7 @@ class Writer:
             self._prefill(group)
 
     def _prefill(self, group: list[tuple[int, Job]]) -> None:
-        """Keys and values of all but the last token of each prompt, which the next pass reads."""
+        """Computes KV of all but the last token of each prompt, which the next pass reads."""
         slots = to_device(torch.tensor([slot for slot, _ in group]), self.device)
         prompts = [torch.tensor(job.ids) for _, job in group]
         if (longest := max(map(len, prompts)) - 1) > 0:
@@ -216,13 +216,13 @@ class Writer:
             tensor.copy_(was)
 
     def _pass(self) -> None:
-        """One token more in every slot; slots that have ended go on with what nobody reads."""
+        """One more token in every slot. Finished slots continue with unused tokens."""
         ops = SlotOps(self._ropes, self.positions, self.length)
         logits = self._program(ops, StepInputs(self.tokens, self.positions, self._rows))["logits"][:, 0]
         scores = logits.float() / self.temperature[:, None]
         if self.narrow:
             some = scores[: self.narrow]
-            some.masked_fill_(~most_likely(some.softmax(-1), self.top_p[: self.narrow]), float("-inf"))
+            some.masked_fill_(~top_p_mask(some.softmax(-1), self.top_p[: self.narrow]), float("-inf"))
         noise = torch.empty_like(scores).exponential_().clamp_(min=1e-30).log_()
         token = scores.addcmul_(noise, self.warm[:, None], value=-1).argmax(-1, keepdim=True)
         self.out.scatter_(1, self.cursor, token)

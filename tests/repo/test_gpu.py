@@ -81,7 +81,7 @@ def test_goals_are_reported() -> None:
 def test_interrupted_training_ends_with_the_same_head(tmp_path: Path) -> None:
     """Interrupted during text generation and between batches."""
     from device.clock import Clock, Results
-    from device.heads import Plan, School
+    from device.heads import JointTraining, Plan
 
     folder = write_tiny("llama", tmp_path / "model", num_hidden_layers=1)
     plan = Plan(
@@ -89,8 +89,8 @@ def test_interrupted_training_ends_with_the_same_head(tmp_path: Path) -> None:
         batch_tokens=256, slots=8, answer=12, draft_vocab=90, seed=1, kinds=("mtp",),
     )  # fmt: skip
 
-    def school(name: str, clock: Any) -> Any:
-        return School(plan, tmp_path / name, tmp_path / f"{name}-out", clock, Results(tmp_path / f"{name}.json"))
+    def make_training(name: str, clock: Any) -> Any:
+        return JointTraining(plan, tmp_path / name, tmp_path / f"{name}-out", clock, Results(tmp_path / f"{name}.json"))
 
     class LimitedClock(Clock):
         """The time is over after `most` reads of `left`."""
@@ -104,13 +104,13 @@ def test_interrupted_training_ends_with_the_same_head(tmp_path: Path) -> None:
             self.looks -= 1
             return self.looks
 
-    whole = school("whole", Clock())
+    whole = make_training("whole", Clock())
     assert whole.run()
     for most in (2, 30):
-        assert not school("broken", LimitedClock(most)).run()
-    broken = school("broken", Clock())
+        assert not make_training("broken", LimitedClock(most)).run()
+    broken = make_training("broken", Clock())
     assert broken.round_kept >= 1 and broken.state.exists() and broken.run()
-    ours, theirs = (each.students[0].trainer for each in (whole, broken))
+    ours, theirs = (each.heads[0].trainer for each in (whole, broken))
     assert ours.progress.step == theirs.progress.step > 2
     for name, weight in ours.masters.items():
         assert torch.equal(weight, theirs.masters[name]), name
