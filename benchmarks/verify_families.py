@@ -119,7 +119,7 @@ def llama(row: Row, args: argparse.Namespace, folder: Path) -> Measured:
     found = in_llama.compare_all(row.family, row.module, row.name, place, row.changes, args.llama_source)
     texts: dict[str, str] = {}
     for kind, each in found.items():
-        worst, good = in_llama.judged(row.module, kind, each)
+        worst, good = in_llama.table_cell(row.module, kind, each)
         texts[kind] = marked(f"{worst:.0e}", good)
     return texts, {kind: {backend: vars(one) for backend, one in each.items()} for kind, each in found.items()}
 

@@ -1,1 +1,1 @@
-"""Engines as processes to measure: headstart, llama.cpp, vLLM, OpenVINO GenAI."""
+"""Engines as measured processes: headstart, llama.cpp, vLLM, OpenVINO GenAI."""

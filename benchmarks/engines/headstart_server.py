@@ -1,4 +1,4 @@
-"""headstart as a process: `headstart serve` with its requests and metrics, and the start of `headstart generate`."""
+"""headstart as a process: `headstart serve` with requests and metrics, and the start of `headstart generate`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ COMPLETIONS = "/v1/completions"
 
 
 class NotAnsweredError(Exception):
-    """The server's response, and the end of its log."""
+    """A failed request; the message has the response and the end of the log."""
 
 
 class HeadstartServer:
-    """`headstart serve` with these arguments; `cpus`: list for taskset."""
+    """`headstart serve` with these arguments. `cpus`: CPU list for taskset."""
 
     def __init__(self, arguments: Sequence[str], cpus: str | None = None) -> None:
         command = [sys.executable, "-m", "headstart", "serve", "--port", "0", *arguments]

@@ -24,7 +24,7 @@ from headstart.options import ModelOptions
 
 
 class Worker:
-    """Handlers over one LLM."""
+    """Handlers of requests to one LLM."""
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
@@ -36,7 +36,7 @@ class Worker:
     def decode(
         self, prompt: list[int], max_tokens: int, ignore_eos: bool = False, depth: int | None = None, seed: int = 0
     ) -> dict[str, Any]:
-        """One prompt to its natural end, greedy. `depth` None: the engine's."""
+        """Greedy decoding of one prompt to its natural end. `depth` None: the engine's default."""
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, seed=seed)
         completion = self.llm.generate([prompt], params, depth=depth)[0]
         return {
@@ -50,12 +50,12 @@ class Worker:
         }
 
     def prefill(self, prompt: list[int]) -> dict[str, Any]:
-        """A prompt to its first token."""
+        """Time of a prompt to its first token."""
         completion = self.llm.generate([prompt], SamplingParams(max_tokens=1))[0]
         return {"num_tokens": len(prompt), "seconds": completion.timing["ttft_s"]}
 
     def batch(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
-        """All prompts at once, exactly `max_tokens` each; from the call to the last token."""
+        """All prompts at once with exactly `max_tokens` each, timed from the call to the last token."""
         started = time.perf_counter()
         completions = self.llm.generate(prompts, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
         seconds = time.perf_counter() - started
@@ -64,7 +64,7 @@ class Worker:
 
 
 def resident_mib() -> float:
-    """Peak resident memory. getrusage would count the memory of the parent at the fork."""
+    """Peak resident memory in MiB. getrusage would include the parent's memory at the fork."""
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return int(found[1]) / 1024 if found else 0.0
 
@@ -77,7 +77,7 @@ def _drafting(completions: list[Completion]) -> dict[str, int]:
 @command()
 def run(named: ModelOptions, engine: LoadTestOptions) -> int:
     channel = take_stdout()
-    llm = LLM(named.model, replace(engine.config, shared_lookup=False))  # prompts come again and again
+    llm = LLM(named.model, replace(engine.config, shared_lookup=False))  # prompts are repeated
     worker = Worker(llm)
     about = {"version": headstart.__version__, "load_s": llm.load_s, **llm.info}
     handlers = {each.__name__: each for each in (worker.encode, worker.decode, worker.prefill, worker.batch)}

@@ -1,6 +1,6 @@
-"""llama.cpp by its own programs and clocks, and copies of weights by its own tools.
+"""llama.cpp measured by its own programs and clocks, and copies of weights made by its tools.
 
-Decoding: one llama-server per file; its `timings` leave out HTTP and the client ((predicted_n - 1) tokens in
+Decoding: one llama-server per file; its `timings` exclude HTTP and the client ((predicted_n - 1) tokens in
 predicted_ms, from the first token on). Prefill: llama-bench (random tokens, empty context). Batches:
 llama-batched-bench (random tokens, no sampling).
 """
@@ -41,7 +41,7 @@ class LlamaServer(ServerProcess):
     def complete(
         self, prompt: Sequence[int], max_tokens: int, *, ignore_eos: bool = False, num_probs: int = 0
     ) -> dict[str, Any]:
-        """One greedy completion; the server's JSON, with log-probabilities of `num_probs` tokens at each step."""
+        """One greedy completion: the server's JSON, with log-probabilities of `num_probs` tokens per step."""
         body = {
             "prompt": list(prompt),
             "n_predict": max_tokens,
@@ -63,7 +63,7 @@ class LlamaServer(ServerProcess):
 
 
 class LlamaEngine:
-    """One GGUF file, and options of llama-server."""
+    """An engine with one GGUF file and options of llama-server."""
 
     def __init__(
         self, name: str, llama_bin: Path, model: Path, threads: int, log: Path, more: Sequence[str] = (),
@@ -75,10 +75,10 @@ class LlamaEngine:
         }  # fmt: skip
         self._bin, self._threads, self._log, self._more, self._ignore_eos = llama_bin, threads, log, more, ignore_eos
         self._server: LlamaServer | None = None
-        self.resident_mib = 0.0  # peak of the last tool
+        self.resident_mib = 0.0  # peak of the last tool run
 
     def start(self) -> None:
-        """Only decoding needs a server, which starts then."""
+        """No-op: the server starts at the first decoding."""
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -106,12 +106,12 @@ class LlamaEngine:
         }
 
     def prefill(self, prompt: Sequence[int]) -> dict[str, Any]:
-        """A prompt of as many random tokens; llama-bench warms up with a run of its own."""
+        """A prompt of as many random tokens; llama-bench has its own warm-up run."""
         result = self._tool("llama-bench", "-p", str(len(prompt)), "-n", "0", "-r", "1", "-o", "json")
         return {"num_tokens": len(prompt), "seconds": json.loads(result)[0]["avg_ns"] / 1e9}
 
     def batch(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> dict[str, Any]:
-        """As many random prompts of the same length."""
+        """As many random prompts of equal length."""
         length, number = max(map(len, prompts)), len(prompts)
         result = self._tool(
             "llama-batched-bench", "-c", str(number * (length + max_tokens)), "-npp", str(length),
@@ -137,7 +137,7 @@ class LlamaEngine:
         command = [str(self._bin / name), "-m", str(self.model), "-t", str(self._threads), *arguments]
         with TemporaryFile("w+") as out, TemporaryFile("w+") as errors:
             process = subprocess.Popen(command, stdout=out, stderr=errors)
-            _, status, used = os.wait4(process.pid, 0)  # the only call that reports the memory of one child
+            _, status, used = os.wait4(process.pid, 0)  # reports the memory of one child, unlike getrusage
             process.returncode = os.waitstatus_to_exitcode(status)
             out.seek(0), errors.seek(0)
             if process.returncode:
@@ -156,7 +156,7 @@ def llama_starter(
     name: str, llama_bin: Path, model: Path, threads: int, log: Path, chat: Callable[[str], list[int]],
     more: Sequence[str] = (),
 ) -> Starter:  # fmt: skip
-    """llama-server: the answer to a completion that is sent as soon as it is healthy."""
+    """llama-server: time to the first completion, requested as soon as the server is healthy."""
 
     def launch(prompt: str, max_tokens: int) -> Launched:
         server = LlamaServer(llama_bin, model, threads, log, more)
@@ -171,7 +171,7 @@ def llama_starter(
 
 
 def gguf_copy(llama_bin: Path, source: Path, work: Path, weights: str) -> Path:
-    """`source` requantized to Q8_0 or bf16 by llama-quantize; made once."""
+    """Copy of `source` in Q8_0 or bf16 by llama-quantize, made once."""
     target = work / f"{source.stem}.{weights}.gguf"
     if not target.exists():
         unfinished = target.with_suffix(".unfinished")
@@ -182,7 +182,8 @@ def gguf_copy(llama_bin: Path, source: Path, work: Path, weights: str) -> Path:
 
 
 def convert_to_gguf(args: argparse.Namespace, source: Path, more: Sequence[str] = ()) -> Path:
-    """A bfloat16 GGUF file of a Hugging Face directory, by llama.cpp's script. args: python, llama_source, work."""
+    """bfloat16 GGUF file of a Hugging Face directory by llama.cpp's script. Uses python, llama_source and work of
+    args."""
     made: Path = args.work / f"{source.name}.bf16.gguf"
     if not made.exists() or made.stat().st_mtime < (source / "model.safetensors").stat().st_mtime:
         script = args.llama_source / "convert_hf_to_gguf.py"
@@ -192,7 +193,7 @@ def convert_to_gguf(args: argparse.Namespace, source: Path, more: Sequence[str] 
 
 
 def weights_files(llama_bin: Path | None, source: Path, work: Path, wanted: Sequence[str]) -> dict[str, Path]:
-    """GGUF files by name of their weights: the source itself as "Q4_1" (or what it is), and the copies wanted."""
+    """GGUF files by weight type: the source under its own type, and the wanted copies."""
     if llama_bin is None:
         return {}
     return {each: gguf_copy(llama_bin, source, work, each) if each in QUANTIZE_NAMES else source for each in wanted}

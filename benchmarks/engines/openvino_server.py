@@ -1,4 +1,4 @@
-"""HTTP server for OpenVINO GenAI, which has none: one OpenAI-style path.
+"""HTTP server for OpenVINO GenAI, which has none, with one OpenAI-style path.
 
     OPENVINO_PYTHON benchmarks/engines/openvino_server.py MODEL.gguf PORT
 
@@ -37,7 +37,7 @@ def make_app(pipeline: Any, lock: threading.Lock) -> FastAPI:
 
 
 def answer(pipeline: Any, lock: threading.Lock, body: dict[str, Any]) -> Iterator[str]:
-    """Server-sent events of the text; the last one has the usage."""
+    """Server-sent events of the text; the last event has the usage."""
     pieces: queue.Queue[str | None] = queue.Queue()
     config = openvino_genai.GenerationConfig(max_new_tokens=body["max_tokens"], do_sample=False)
     found: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Engines as child processes of which one at a time may use the CPU; the others are stopped by SIGSTOP."""
+"""Engines as child processes. One at a time runs; the others are stopped by SIGSTOP."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ LOG_LINES = 12
 
 
 class EngineFailed(Exception):
-    """An engine did not start, or ended; the message holds the end of its log."""
+    """An engine did not start or has ended; the message has the end of its log."""
 
 
 class Engine(Protocol):
-    """One row of a table. Prompts are token ids, so that every engine reads the same; decoding is greedy."""
+    """One row of a table. Prompts are token ids, equal for all engines. Decoding is greedy."""
 
     name: str
     weights: str  # Q4_1, Q8_0, int8, bf16
-    about: dict[str, Any]  # version and the like, for the record
+    about: dict[str, Any]  # version and other facts for the record
 
     def start(self) -> None:
-        """Load the model. Raises EngineFailed."""
+        """Loads the model. Raises EngineFailed."""
 
     def turn(self) -> Any:
-        """Context in which this engine may use the CPU."""
+        """Context in which this engine runs."""
 
     def decode(self, prompt: Sequence[int], max_tokens: int) -> dict[str, Any]:
         """One prompt to its natural end: `num_tokens`, `decode_s` from the first to the last token, `token_ids`."""
@@ -49,12 +49,12 @@ class Engine(Protocol):
         without the prompts."""
 
     def stop(self) -> None:
-        """End the process."""
+        """Ends the process."""
 
 
 class ProcessGroup:
-    """A child process and its own children, which can be stopped together. Its output goes to `log`; with `piped`, its
-    stdin and stdout are pipes."""
+    """A child process with its children, which are stopped together. Output goes to `log`; with `piped`, stdin and
+    stdout are pipes."""
 
     def __init__(
         self,
@@ -98,12 +98,12 @@ class ProcessGroup:
             self.halt()
 
     def failed(self, what: str) -> EngineFailed:
-        """The error to raise: `what`, and the end of the log."""
+        """An error with `what` and the end of the log."""
         lines = self.log.read_text("utf-8", errors="replace").splitlines()[-LOG_LINES:]
         return EngineFailed("\n".join([f"{what} (log: {self.log})", *lines]))
 
     def end(self) -> None:
-        """Terminate, wait END_SECONDS, then kill what is left of the group."""
+        """Terminates the group, waits END_SECONDS, then kills the rest."""
         self.resume()
         for stream in (self.process.stdin, self.process.stdout):
             if stream is not None:
@@ -119,7 +119,7 @@ class ProcessGroup:
 
 
 class ServerProcess:
-    """An HTTP server on a free local port, which replaces "{port}" in its command."""
+    """An HTTP server on a free local port, inserted for "{port}" in the command."""
 
     def __init__(
         self, name: str, command: Sequence[str | Path], log: Path, environment: Mapping[str, str] | None = None
@@ -132,19 +132,19 @@ class ServerProcess:
         self.group = ProcessGroup(words, log, environment, piped=False)
 
     def wait(self, seconds: float = 300, pause: float = 0.2) -> None:
-        """Until it is healthy. Raises EngineFailed."""
+        """Waits until the server is healthy. Raises EngineFailed."""
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and self.group.process.poll() is None:
             try:
                 with urllib.request.urlopen(f"{self.url}/health", timeout=HEALTH_SECONDS):
                     return
-            except OSError:  # not listening yet, or 503 while it loads
+            except OSError:  # not listening, or 503 while loading
                 time.sleep(pause)
         raise self.group.failed(f"{self.name} did not start")
 
 
 class WorkerEngine:
-    """An engine in a worker process (`worker_protocol`): it loads once and answers JSON lines."""
+    """An engine in a worker process (`worker_protocol`), which loads once and answers JSON lines."""
 
     def __init__(
         self, name: str, weights: str, command: Sequence[str | Path], log: Path, environment: Mapping[str, str] | None
@@ -170,7 +170,7 @@ class WorkerEngine:
         return self.ask("prefill", prompt=list(prompt))
 
     def batch(self, prompts: Sequence[Sequence[int]], max_tokens: int) -> dict[str, Any]:
-        """The cost of the prompts is measured by a run with one output token each."""
+        """Measures prefill by a run with one output token per prompt, and subtracts it."""
         first = self.ask("batch", prompts=list(map(list, prompts)), max_tokens=1)
         whole = self.ask("batch", prompts=list(map(list, prompts)), max_tokens=max_tokens)
         tokens = whole["num_tokens"] - first["num_tokens"]
@@ -182,7 +182,7 @@ class WorkerEngine:
             self._group = None
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Call a handler of the worker. Raises EngineFailed if it has ended."""
+        """Calls a handler of the worker. Raises EngineFailed if the worker has ended."""
         assert self._group is not None and self._group.process.stdin is not None
         try:
             print(json.dumps({"do": do, **arguments}), file=self._group.process.stdin, flush=True)
@@ -205,8 +205,8 @@ Launched = tuple[ProcessGroup, Callable[[], None]]
 
 @dataclass(frozen=True)
 class Starter:
-    """One way to start an engine from nothing."""
+    """A way to start an engine."""
 
     name: str
-    launch: Callable[[str, int], Launched]  # of a prompt and the number of tokens
+    launch: Callable[[str, int], Launched]  # arguments: prompt, number of tokens
     ends: bool  # the process ends after one answer

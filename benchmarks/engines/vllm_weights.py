@@ -1,4 +1,4 @@
-"""Weights in the form that vLLM and transformers read."""
+"""Copies of weights for vLLM and transformers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headstart.models.tensors import canonical_tensors, find_family
 
 
 def safetensors_copy(source: Path, work: Path) -> Path:
-    """A Hugging Face directory of a Llama GGUF in bfloat16, made once; tokenizer and template by transformers."""
+    """bfloat16 Hugging Face directory of a Llama GGUF, made once, with tokenizer and template by transformers."""
     target = work / f"{source.stem}-bf16"
     if (target / "config.json").exists():  # written last
         return target

@@ -17,7 +17,7 @@ from engines.worker_protocol import serve, take_stdout
 
 
 class Worker:
-    """Handlers over one LLM."""
+    """Handlers of requests to one LLM."""
 
     def __init__(self, model: str) -> None:
         import vllm
@@ -35,7 +35,7 @@ class Worker:
         )
 
     def decode(self, prompt: list[int], max_tokens: int) -> dict[str, Any]:
-        """One prompt to its natural end, greedy."""
+        """Greedy decoding of one prompt to its natural end."""
         output = self._run([prompt], max_tokens=max_tokens)[0]
         choice, metrics = output.outputs[0], output.metrics
         return {
@@ -46,12 +46,12 @@ class Worker:
         }
 
     def prefill(self, prompt: list[int]) -> dict[str, Any]:
-        """A prompt to its first token."""
+        """Time of a prompt to its first token."""
         metrics = self._run([prompt], max_tokens=1)[0].metrics
         return {"num_tokens": len(prompt), "seconds": metrics.first_token_ts - metrics.scheduled_ts}
 
     def batch(self, prompts: list[list[int]], max_tokens: int) -> dict[str, Any]:
-        """All prompts at once, exactly `max_tokens` each; from the call to the last token."""
+        """All prompts at once with exactly `max_tokens` each, timed from the call to the last token."""
         started = time.perf_counter()
         outputs = self._run(prompts, max_tokens=max_tokens, ignore_eos=True)
         seconds = time.perf_counter() - started
@@ -67,5 +67,5 @@ def main() -> None:
     serve(channel, worker.about, handlers)
 
 
-if __name__ == "__main__":  # vLLM starts its engine as a new process that imports this file
+if __name__ == "__main__":  # vLLM's engine process imports this file
     main()

@@ -1,6 +1,6 @@
 """Protocol of an engine's worker process: a JSON line on its original stdout for each JSON line on stdin.
 
-Standard library only, because it runs in the interpreter of every engine.
+Uses the standard library only, as it runs in the interpreter of every engine.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ Handler = Callable[..., dict[str, Any]]
 
 
 def take_stdout() -> TextIO:
-    """The original stdout, for the protocol; later prints of libraries go to stderr."""
+    """Returns the original stdout for the protocol and redirects later prints to stderr."""
     channel = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     return channel
 
 
 def serve(channel: TextIO, about: Mapping[str, Any], handlers: Mapping[str, Handler]) -> None:
-    """Send `about` once the model is loaded, then answer `{"do": handler, ...arguments}` until stdin ends."""
+    """Sends `about`, then answers `{"do": handler, ...arguments}` until stdin ends."""
     print(json.dumps(about), file=channel)
     for line in sys.stdin:
         arguments = json.loads(line)

@@ -1,4 +1,4 @@
-"""Parts of verify_families.py: small random models beside transformers, llama.cpp and the reference backend."""
+"""Parts of verify_families.py: small random models against transformers, llama.cpp and the reference backend."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Small random models on `cuda` beside `reference`: in Triton's interpreter, where there is no GPU."""
+"""Small random models on `cuda` against `reference`; in Triton's interpreter without a GPU."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-if not Path("/dev/nvidia0").exists():  # Triton reads it when it is imported, by whoever is first
+if not Path("/dev/nvidia0").exists():  # Triton reads it at its first import
     os.environ.setdefault("TRITON_INTERPRET", "1")
 sys.path[:0] = [str(Path(__file__).parents[2] / "tests")]
 from support import Outputs, make, prompt_of, request, run  # noqa: E402
@@ -25,9 +25,9 @@ LIMIT = 2e-4
 
 @dataclass(frozen=True)
 class Found:
-    """`difference`: the largest of a log-probability from `reference`'s, of all tokens of prompts and answers; `same`:
-    are the answers? `exact`: are tokens and log-probabilities those of plain decoding, bit for bit, with drafts, of
-    which some were `accepted`, in chunks and in company?"""
+    """`difference`: maximum difference of a log-probability from `reference`, over all tokens of prompts and answers.
+    `same`: whether the answers are equal. `exact`: whether tokens and log-probabilities with drafts (`accepted` of
+    them), in chunks and in batches equal plain decoding bit for bit."""
 
     difference: float
     same: bool
@@ -40,9 +40,9 @@ class Found:
 
 
 def compare(folder: Path, vocab: int, *, drafts: str) -> Found:
-    """A model of which MTP modules draft, or else prompt lookup."""
+    """Compares a model that drafts with its MTP modules or by prompt lookup."""
     prompts = [[3 + token % (vocab - 3) for token in prompt_of(length, length)] for length in LENGTHS]
-    prompts[0][8:] = prompts[0][3:8]  # something to look up
+    prompts[0][8:] = prompts[0][3:8]  # a repetition for prompt lookup
     plain = {"drafter": "none", "max_num_seqs": 1, "enable_prefix_caching": False}
     drafting = {"drafter": drafts or "ngram", "depth": DEPTH, "max_num_batched_tokens": CHUNK}
     theirs, _ = texts(folder, "reference", prompts, plain)
@@ -58,7 +58,7 @@ def compare(folder: Path, vocab: int, *, drafts: str) -> Found:
 
 
 def texts(folder: Path, backend: str, prompts: list[list[int]], settings: dict[str, Any]) -> tuple[Outputs, int]:
-    """What the engine says to the prompts, greedy, and how many drafted tokens it accepted."""
+    """Greedy outputs of the engine, and the number of accepted tokens."""
     kept: dict[str, Any] = {"kv_cache_dtype": "float32"} if backend == "cuda" else {}
     asked = {"backend": backend, "dtype": "float32", **kept, **settings}
     engine = make(load_model(str(folder), EngineConfig(backend=backend, dtype="float32", threads=1, **kept)), **asked)
@@ -68,7 +68,7 @@ def texts(folder: Path, backend: str, prompts: list[list[int]], settings: dict[s
 
 
 def numbers(outputs: Outputs) -> list[float]:
-    """All log-probabilities."""
+    """All log-probabilities of the outputs."""
     return [
         known.logprob for each in outputs.values() for known in (*each.prompt_logprobs, *each.logprobs) if known
     ]  # fmt: skip

@@ -1,9 +1,9 @@
-"""A small random model of a family as llama.cpp's own tools make it a GGUF file, and what both say of the same tokens.
+"""Small random models as GGUF files of llama.cpp's tools: log-probabilities of llama.cpp and headstart.
 
-The model has sizes that K-quants take (rows of 256). llama.cpp's converter writes F32 and F16, its quantizer Q8_0 and
-Q4_K_M. llama-server goes on from a prompt of token ids, greedy, and gives the log-probabilities of the whole vocabulary
-at each step (`n_probs`); headstart reads the same file and is given the same tokens. KV in float32 in both, so that
-nothing but the weights' type differs.
+The model has sizes for K-quants (rows of 256). llama.cpp's converter writes F32 and F16, its quantizer Q8_0 and Q4_K_M.
+llama-server continues a prompt of token ids greedily and gives the log-probabilities of the vocabulary at each step
+(`n_probs`); headstart reads the same file and scores the same tokens. Both keep KV in float32, so that only the weight
+type matters.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ WIDE: Mapping[str, Any] = {
 }  # fmt: skip
 """Keys of any family's config in sizes that quantizers take; those that a small config does not have are left out."""
 OWN: Mapping[str, Mapping[str, Any]] = {
-    "gemma4_shared": {  # the last layers before those that share have a window and none, as released ones
+    "gemma4_shared": {  # the layers whose KV is shared are one with and one without a window, as in released models
         "layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding", "full")],
     },
 }
@@ -68,8 +68,8 @@ may choose another expert, which changes a few positions much. What is read wron
 
 @dataclass(frozen=True)
 class Agreement:
-    """Of `steps` positions: the largest difference of a log-probability, mean and median of the KL divergence to
-    llama.cpp, and how often the most probable token is the same."""
+    """Over `steps` positions: maximum difference of a log-probability, mean and median KL divergence to llama.cpp, and
+    share of equal top tokens."""
 
     largest: float
     mean: float
@@ -91,8 +91,8 @@ SELECTING = ("deepseek_v32", "glm5_next", "glm_moe_dsa", "hy_v4", "minimax_m3")
 """Families whose rows read 11 to 15 of some 60 positions here: where rows are rounded to 8 bits they read others."""
 
 
-def judged(name: str, kind: str, found: Mapping[str, Agreement]) -> tuple[float, bool]:
-    """What is shown of a family in files of a type, the worse of the backends, and whether it is good."""
+def table_cell(name: str, kind: str, found: Mapping[str, Agreement]) -> tuple[float, bool]:
+    """Cell of a family and weight type: the number of the worse backend, and whether it is within the limit."""
     kind = "Q8_0" if name in IN_FP4 and kind in ("F32", "F16") else kind
     limit = APART.get(name, LIMITS).get(kind, LIMITS[kind])
     if (kind == "F32" and name in GELU and name not in APART) or (kind in ("Q8_0", "Q4_K_M") and name in SELECTING):
@@ -102,19 +102,21 @@ def judged(name: str, kind: str, found: Mapping[str, Agreement]) -> tuple[float,
 
 
 def small_model(family: Family, name: str, row: str, folder: Path, changes: Mapping[str, Any]) -> Path:
-    """A Hugging Face directory; `row`: the family's name, or a variant's."""
+    """A Hugging Face directory. `row`: name of the family or variant."""
     there = {**family.tiny(**changes)[0]}
     wide = {key: value for key, value in WIDE.items() if there.get(key) is not None}
     config, arrays = family.tiny(**{**changes, **wide, **row_of(name).llama_cpp, **OWN.get(row, {})})
-    # The folder's name is the model's in the file, and llama.cpp changes tokens of what has "phi3" in its name.
-    arrays = in_fp4(arrays) if name == "deepseek_v4" else stacked(arrays, "mlp." if name == "hy_v4" else "")
+    # The folder's name becomes the model's name in the file, and llama.cpp changes tokens if it contains "phi3".
+    arrays = (
+        with_fp4_experts(arrays) if name == "deepseek_v4" else stack_experts(arrays, "mlp." if name == "hy_v4" else "")
+    )
     arrays = with_hashes(arrays, family.read(config)) if name == "qwen4_exp" else arrays
     return write_model(folder / name / "small", config, arrays)
 
 
-def stacked(arrays: Arrays, parent: str) -> Arrays:
-    """Experts beside an MLP (Gemma 4), and those of HY-V4 (parent: `mlp.`), are stacks [E, ...] in released files, gate
-    and up in one."""
+def stack_experts(arrays: Arrays, parent: str) -> Arrays:
+    """Stacks experts [E, ...] with joined gate and up, as in released files of Gemma 4 (beside an MLP) and HY-V4
+    (parent: `mlp.`)."""
     found: Arrays = {}
     parts: dict[tuple[str, str], dict[int, NDArray[np.float32]]] = {}
     for name, array in arrays.items():
@@ -130,9 +132,9 @@ def stacked(arrays: Arrays, parent: str) -> Arrays:
     return found
 
 
-def in_fp4(arrays: Arrays) -> dict[str, Any]:
-    """Experts as DeepSeek-V4 is released, two random codes in a byte and a power of two for each 32 of them, and its
-    tables as integers: the converter takes no others."""
+def with_fp4_experts(arrays: Arrays) -> dict[str, Any]:
+    """Random experts in the released form of DeepSeek-V4 (two codes per byte, a power of two per 32 codes), and its
+    tables as integers, as the converter requires."""
     rng, found = np.random.default_rng(0), dict[str, Any]()
     for name, array in arrays.items():
         found[name] = array.astype(np.int64) if name.endswith("tid2eid") else array
@@ -145,7 +147,7 @@ def in_fp4(arrays: Arrays) -> dict[str, Any]:
 
 
 def with_hashes(arrays: Arrays, config: DecoderConfig) -> dict[str, Any]:
-    """A table of n-grams as Qwen3.8-Flash-Next is released: in parts, beside the numbers of its hashes."""
+    """The n-gram table in parts with its hash parameters, as Qwen3.8-Flash-Next is released."""
     spec = next(layer.memory.spec for layer in config.layers if layer.memory)
     (table,) = (name for name in arrays if name.endswith(".ngram_embedding.weight"))
     parts, place = np.array_split(arrays[table], 2), table.removesuffix("ngram_embedding.weight")
@@ -157,7 +159,8 @@ def with_hashes(arrays: Arrays, config: DecoderConfig) -> dict[str, Any]:
 
 
 def convert(folder: Path, path: Path, source: Path, name: str, *, half: bool) -> None:
-    """By the converter of llama.cpp's `source` folder; the vocabulary is ours, for it knows tokenizers by name only."""
+    """Converts with llama.cpp's `source` folder. The vocabulary is written here, as the converter knows tokenizers by
+    name."""
     for place in (source, source / "gguf-py"):
         if str(place) not in sys.path:
             sys.path.insert(0, str(place))
@@ -192,10 +195,10 @@ def quantize(source: Path, path: Path, kind: str, programs: Path) -> None:
         raise RuntimeError(f"llama-quantize {kind}: {(done.stderr + done.stdout).strip().splitlines()[-1][:120]}")
 
 
-def theirs(
+def llama_logprobs(
     file: Path, prompt: list[int], vocab: int, programs: Path, flash: str
 ) -> tuple[list[int], NDArray[np.float64]]:
-    """Greedy tokens of llama-server, and the log-probabilities [steps, V] that they were taken from."""
+    """Greedy tokens of llama-server, and their log-probabilities [steps, V]."""
     more = ["-c", "512", "-ctk", "f32", "-ctv", "f32", "-fa", flash, "--no-warmup"]
     server = LlamaServer(programs, file, 1, file.with_suffix(".log"), more)
     try:
@@ -207,11 +210,11 @@ def theirs(
     for row, step in zip(rows, answer["completion_probabilities"], strict=True):
         for entry in step["top_logprobs"]:
             row[entry["id"]] = entry["logprob"]
-    return list(answer["tokens"]), rows  # end of text is left out of what it takes, not of what it says
+    return list(answer["tokens"]), rows  # the output may contain end-of-text tokens
 
 
-def ours(file: Path, tokens: list[int], first: int, backend: str) -> NDArray[np.float64]:
-    """Log-probabilities [steps, V] behind tokens[first:]."""
+def headstart_logprobs(file: Path, tokens: list[int], first: int, backend: str) -> NDArray[np.float64]:
+    """Log-probabilities [steps, V] of headstart after tokens[first:]."""
     settings = EngineConfig(
         backend=backend, dtype="float32", drafter="none", threads=1, block_size=16, kv_blocks=40,
         max_model_len=len(tokens) + 16, **({"kv_cache_dtype": "float32"} if backend == "native" else {}),
@@ -233,10 +236,10 @@ def compare(
     file: Path, vocab: int, programs: Path, backends: tuple[str, ...], flash: str = "off"
 ) -> dict[str, Agreement]:
     prompt = np.random.default_rng(7).integers(3, vocab, PROMPT).tolist()
-    chosen, expected = theirs(file, prompt, vocab, programs, flash)
+    chosen, expected = llama_logprobs(file, prompt, vocab, programs, flash)
     found = {}
     for backend in backends:
-        rows = ours(file, [*prompt, *chosen[:-1]], PROMPT - 1, backend)
+        rows = headstart_logprobs(file, [*prompt, *chosen[:-1]], PROMPT - 1, backend)
         known = np.isfinite(expected)
         difference = np.abs(np.where(known, rows - expected, 0.0)).max()
         apart = np.where(known, np.exp(expected) * (expected - rows), 0.0).sum(-1)
@@ -249,7 +252,7 @@ def compare(
 def compare_all(
     family: Family, name: str, row: str, folder: Path, changes: Mapping[str, Any], source: Path
 ) -> dict[str, dict[str, Agreement]]:
-    """By type and backend. Raises what a converter, a quantizer or a reader says."""
+    """Agreement by weight type and backend. Raises errors of the converter, quantizer or reader."""
     folder.mkdir(parents=True)
     model = small_model(family, name, row, folder, changes)
     vocab = json.loads((model / "config.json").read_text())["vocab_size"]

@@ -1,5 +1,4 @@
-"""A small random model of a family beside transformers' own class, and its drafter beside the oracle of
-tests/contract/oracles.py."""
+"""Small random models against transformers' classes, and their drafters against tests/contract/oracles.py."""
 
 from __future__ import annotations
 
@@ -28,8 +27,8 @@ LIMIT = 2e-4
 
 @dataclass(frozen=True)
 class Found:
-    """Largest difference of logits, and how many of the greedy tokens agree before the first that does not: with
-    transformers, and of `native` with `reference`."""
+    """Maximum logit difference, and number of equal greedy tokens before the first difference: with transformers, and
+    of `native` with `reference`."""
 
     logits: float
     greedy: int
@@ -60,7 +59,7 @@ def compare(family: Family, name: str, folder: Path, changes: Mapping[str, Any])
 
 
 def _text(model: Model, prompt: list[int], more: dict[str, Any]) -> list[int]:
-    """With no drafts, unless `more` says so."""
+    """Greedy tokens, without drafts unless `more` enables them."""
     settings = {"dtype": "float32", "drafter": "none", "depth": 3, "max_model_len": 128, **more}
     outputs = run(make(model, **settings), [request(prompt, max_tokens=GREEDY, stops=())])
     return list(outputs["r", 0].tokens)
@@ -76,13 +75,13 @@ DSPARK = {"deepseek_v4_dspark": "deepseek_v4", "deepseek_v41": "deepseek_v41"}
 
 
 def has_drafter(row: str) -> bool:
-    """Is there a check of this row's drafter? Of variants of families only those of DSPARK have one."""
+    """Whether this row's drafter has a check. Of the variants only those in DSPARK have one."""
     return row in DSPARK or (row in ALL_FAMILIES and row_of(row).mtp is not None)
 
 
 def check_drafter(row: str) -> None:
-    """Draft logits of 20 lengths, three steps each, or of a block after contexts within and above the window. Raises
-    AssertionError."""
+    """Checks draft logits at 20 lengths with three steps each, or of a block after contexts within and beyond the
+    window. Raises AssertionError."""
     if family := DSPARK.get(row):
         for length, window in ((1, 64), (7, 64), (40, 64), (40, 11)):
             test_what_it_drafts_is_what_public_code_says("reference", "float64", length, window, family)

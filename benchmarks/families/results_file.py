@@ -1,4 +1,4 @@
-"""Results of the table of verify_families.py in a file, so that a run that was stopped goes on."""
+"""Results file of verify_families.py, so that a stopped run can be continued."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ def marked(text: str, good: bool) -> str:
 
 
 def commit() -> str:
-    """Of this checkout; empty outside of one."""
+    """Commit of this checkout; empty outside a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     done = subprocess.run(command, capture_output=True, text=True)
     return done.stdout.strip()
 
 
 class ResultsFile:
-    """By row and column: `texts` of the table, what was `found`, the settings and the commit it was measured with.
-    Without a file nothing outlives the run."""
+    """By row and column: `texts` of the table, what was `found`, settings and commit. Without a path nothing is
+    saved."""
 
     def __init__(self, path: Path | None, settings: Mapping[str, Mapping[str, Any]]) -> None:
-        """`settings`: of each column."""
+        """`settings`: those of each column."""
         self._path, self._settings, self._commit = path, settings, commit()
         self.rows: dict[str, dict[str, dict[str, Any]]] = {}
         if path and path.exists():
             self.rows = json.loads(path.read_text("utf-8"))
 
     def good(self, row: str, column: str) -> bool:
-        """Was it measured with these settings, and is it not red?"""
+        """Whether the cell was measured with these settings and is not red."""
         found = self.rows.get(row, {}).get(column, {})
         return found.get("settings") == self._settings[column] and not red(found)
 
@@ -50,5 +50,5 @@ class ResultsFile:
 
 
 def red(found: Mapping[str, Any]) -> list[str]:
-    """The red texts of a column, without their mark."""
+    """The red texts of a column without their marks."""
     return [f"{head}: {text.removeprefix(RED)}" for head, text in found.get("texts", {}).items() if RED in text]

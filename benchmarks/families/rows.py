@@ -51,7 +51,7 @@ class Row:
     name: str
     module: str
     changes: Mapping[str, Any] = field(default_factory=dict)
-    weight_format: str = ""  # of FORMATS; empty: float32
+    weight_format: str = ""  # one of FORMATS; empty: float32
 
     @property
     def family(self) -> Family:
@@ -59,9 +59,9 @@ class Row:
         return found
 
     def write(self, folder: Path) -> tuple[Path, int, str]:
-        """The softened model: its directory, its vocabulary's size, and the kind of its head; empty: it has none."""
+        """Writes the softened model. Returns its directory, vocabulary size, and kind of head (empty: none)."""
         config, arrays = self.family.tiny(**self.changes)
-        for part in (config, config.get("text_config", {})):  # for prompts of verify's LONG_LENGTHS
+        for part in (config, config.get("text_config", {})):  # room for prompts of verify's LONG_LENGTHS
             if "max_position_embeddings" in part:
                 part["max_position_embeddings"] = 2048
         drafts, arrays = kind_of_head(arrays), agreeing(arrays)
@@ -72,7 +72,7 @@ class Row:
 
 
 def quantize_trunk(arrays: Arrays, weight_format: str) -> Arrays:
-    """Random weights of a format instead of the trunk's matrices, except for softened ones."""
+    """Replaces the trunk's matrices, except for softened ones, by random weights in a format."""
     rng, result = np.random.default_rng(0), dict[str, Any]()
     for name, array in arrays.items():
         if ".layers." in name and name.endswith("_proj.weight") and not name.endswith(DAMPED):

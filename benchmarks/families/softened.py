@@ -1,4 +1,4 @@
-"""Weights with which the drafts of a random model's MTP module are accepted part of the time."""
+"""Changes weights of random models so that some of their drafts are accepted."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import numpy as np
 
 from headstart.models.small import Arrays
 
-SOFT = 0.1  # factor of DAMPED
-MARKOV_SCALE = 2.0  # of a Markov head's logits, which are added to the random logits of mask rows
+SOFT = 0.1  # factor of tensors in DAMPED
+MARKOV_SCALE = 2.0  # scale of a Markov head's logits, which are added to random logits of mask rows
 DAMPED = (
     "o_proj.weight", "wo_b.weight", "out_proj.weight", "down_proj.weight", "w2.weight", "experts.down_proj",
     "wo_ud.weight", "w2_md.weight", "w2_weight", "down_proj_bias", "ple.value_proj.weight", "engram.wkv.weight",
@@ -38,18 +38,18 @@ LAST_NORMS = ("model.norm.weight", "backbone.norm_f.weight", "model.final_layern
 
 
 def kind_of_head(arrays: Arrays) -> str:
-    """`mtp` or `block`, of a head inside the checkpoint that `agreeing` knows; empty: there is none."""
+    """Kind of the native head, `mtp` or `block`; empty: none that `agreeing` supports."""
     if any(name.endswith(MARKOV[0]) for name in arrays):
         return "block"
     return "mtp" if any(name.endswith(ending) for name in arrays for ending in {**PROJECTIONS, **SUMMED}) else ""
 
 
 def agreeing(arrays: Arrays) -> Arrays:
-    """Scales down the blocks' outputs. An MTP module passes its token's embedding on to the trunk's last norm, and a
-    Markov head gives the trunk's logits of the token before."""
+    """Scales down the outputs of blocks. An MTP module then passes its token's embedding to the final norm, and a
+    Markov head gives the trunk's logits of the previous token."""
     damped = {name: array * np.float32(SOFT if name.endswith(DAMPED) else 1) for name, array in arrays.items()}
     arrays = {name: damped[name.replace(MIXER, "model.hyper_connection_mixer.")] for name in damped}
-    folded = any("pre_fc_norm" in name for name in arrays)  # norms that are 1 + w
+    folded = any("pre_fc_norm" in name for name in arrays)  # norms stored as w of 1 + w
     last = next((name for name in LAST_NORMS if name in arrays), "")
     for name, array in arrays.items():
         if name.endswith(MARKOV[0]):

@@ -1,4 +1,4 @@
-"""A matrix of random weights as each published quantization stores it."""
+"""Random matrices in the storage formats of published quantizations."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Parts that benchmarks share: prompts, machine load, turns, tables, files of random weights."""
+"""Shared parts of benchmarks: prompts, machine load, turns, tables, files of random weights."""

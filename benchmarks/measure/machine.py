@@ -1,7 +1,6 @@
 """Machine and versions of a run, and the CPU time of other processes during it.
 
-A busy neighbour makes numbers worthless: an engine whose threads spin at barriers loses far more than its share,
-another one does not, so not even ratios survive.
+Other load distorts even ratios: an engine whose threads spin at barriers loses far more than its share.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ LOCK = Path(tempfile.gettempdir()) / f"headstart-benchmark-{os.getuid()}.lock"
 
 @contextmanager
 def machine_alone() -> Iterator[None]:
-    """Waits for other benchmarks of this machine, and pauses background training."""
+    """Context that waits for other benchmarks of this machine and pauses background training."""
     with LOCK.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -53,33 +52,33 @@ def is_benchmark_running() -> bool:
 
 @dataclass(frozen=True)
 class Load:
-    """Seconds so far."""
+    """CPU and wall seconds at one time."""
 
     wall_s: float
     own_s: float
-    all_s: float  # of all cores; with what the machine below us took away
+    all_s: float  # of all cores, including time stolen by the hypervisor
 
     def others_since(self, before: Load) -> dict[str, float]:
-        """Wall and foreign CPU seconds since then."""
+        """Wall seconds, and CPU seconds of other processes, since `before`."""
         others = (self.all_s - before.all_s) - (self.own_s - before.own_s)
         return {"wall_s": self.wall_s - before.wall_s, "others_cpu_s": others}
 
 
 def load_now() -> Load:
-    """Right now: /proc/stat, and what this process and its children have used."""
+    """Current load from /proc/stat and the CPU time of this process and its children."""
     usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     own = sum(each.ru_utime + each.ru_stime for each in usage) + _descendants_s()
     return Load(time.perf_counter(), own, cpu_seconds(range(os.cpu_count() or 1)))
 
 
 def _descendants_s() -> float:
-    """CPU seconds of the live process groups that our children lead."""
+    """CPU seconds of live process groups led by children."""
     found = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
                 fields = (folder / "stat").read_text().rpartition(")")[2].split()
-            except OSError:  # it has ended meanwhile
+            except OSError:  # it has ended
                 continue
             parent, group, seconds = int(fields[1]), int(fields[2]), (int(fields[11]) + int(fields[12])) * _TICK_S
             found.append((int(folder.name), parent, group, seconds))
@@ -88,13 +87,13 @@ def _descendants_s() -> float:
 
 
 def others(records: Sequence[Mapping[str, Any]]) -> float:
-    """Cores' worth of foreign work during these turns."""
+    """Mean number of cores used by other processes during these turns."""
     wall = sum(record["wall_s"] for record in records)
     return sum(record["others_cpu_s"] for record in records) / wall if wall else 0.0
 
 
 def verdict(cores: float) -> str:
-    """A line to print under a table."""
+    """Line under a table about the load of other processes."""
     text = f"Other processes used {max(cores, 0):.2f} cores during the turns."
     return text if cores <= TOO_MUCH else f"**NOT VALID, the machine was busy:** {text}"
 

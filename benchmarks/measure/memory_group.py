@@ -1,4 +1,4 @@
-"""A limit of memory that includes the page cache: a memory cgroup (version 1 or 2) of its own. Needs root."""
+"""A memory limit that includes the page cache: a memory cgroup (version 1 or 2). Needs root."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ UNLIMITED = 1 << 60
 
 
 class MemoryGroup:
-    """Pages that a member reads from a mapped file are charged to the group, and dropped by the kernel at its limit.
+    """A cgroup. File pages read by members are charged to the group and dropped by the kernel at the limit.
 
-    Pages in memory before are charged to whoever read them first: `drop_page_cache` comes before.
+    Pages already in memory stay charged to their first reader: call `drop_page_cache` before.
     """
 
     def __init__(self, name: str) -> None:
-        """Make a group. Raises OSError without the right to."""
+        """Creates a group. Raises OSError without permission."""
         top = Path("/sys/fs/cgroup")
         first = (top / "memory").is_dir()
         self.path = (top / "memory" if first else top) / name
@@ -26,16 +26,16 @@ class MemoryGroup:
         (self.path / "cgroup.procs").write_text(str(process))
 
     def limit(self, num_bytes: int = UNLIMITED) -> None:
-        """Set the limit. Pages beyond it are dropped at once."""
+        """Sets the limit. Pages beyond it are dropped at once."""
         self._limit.write_text(str(num_bytes))
 
     def leave(self) -> None:
-        """Move this process to the group above."""
+        """Moves this process to the parent group."""
         (self.path.parent / "cgroup.procs").write_text(str(os.getpid()))
 
 
 def anonymous_bytes(process: int) -> int:
-    """Memory of a process that is not a file's: it stays."""
+    """Anonymous memory of a process, which cannot be dropped."""
     status = Path(f"/proc/{process}/status").read_text()
     return 1024 * int(status.partition("RssAnon:")[2].split()[0])
 

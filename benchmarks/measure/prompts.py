@@ -1,4 +1,4 @@
-"""Prompts as token ids, so that every engine reads exactly the same ones."""
+"""Prompts as token ids, equal for all engines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Prompts:
         self._questions = questions
 
     def chat(self, text: str) -> Ids:
-        """One user message."""
+        """Token ids of one user message."""
         if self._template is None:
             return self._tokenizer.encode(text, add_special=True)
         return self._tokenizer.encode(self._template.render([{"role": "user", "content": text}]), add_special=False)
@@ -32,7 +32,7 @@ class Prompts:
     def of_length(self, length: int, number: int) -> list[Ids]:
         """`number` different prompts of exactly `length` tokens, chat template included.
 
-        Questions of all categories in turn, each filled up with the ones that follow it, cut before the template's end.
+        Questions of alternating categories, each extended by the following ones and cut before the template's end.
         """
         texts = in_turns(self._questions, -(-number // NUM_CATEGORIES) + 1)
         end = self._template_end()
@@ -48,14 +48,14 @@ class Prompts:
         return found
 
     def text_of_length(self, length: int) -> str:
-        """A user message that makes a prompt of `length` tokens, or a few less."""
+        """A user message whose prompt has `length` tokens or slightly fewer."""
         words = " ".join(in_turns(self._questions, 3)).split()[:length]
         while len(self.chat(" ".join(words))) > length:
             words = words[:-4]
         return " ".join(words)
 
     def _template_end(self) -> Ids:
-        """The tokens with which every prompt ends."""
+        """The tokens at the end of every prompt."""
         one, other = self.chat("Yes?"), self.chat("No, 7 + 5 is 12.")
         same = 0
         while one[-1 - same] == other[-1 - same]:

@@ -21,10 +21,10 @@ def by_category(path: Path, per_category: int) -> dict[str, list[str]]:
 
 
 def first_turns(path: Path, per_category: int) -> list[tuple[str, str]]:
-    """(category, prompt), one category after another."""
+    """(category, prompt), by category."""
     return [(category, text) for category, texts in by_category(path, per_category).items() for text in texts]
 
 
 def in_turns(path: Path, per_category: int) -> list[str]:
-    """Prompts, categories in turn."""
+    """Prompts of alternating categories."""
     return [text for text in chain(*zip_longest(*by_category(path, per_category).values())) if text is not None]

@@ -25,8 +25,8 @@ from measure.random_gguf import add_tokens
 
 TYPES = {"Q8_0": (32, 34, 127 / 3**0.5), "Q4_0": (32, 18, 4.61), "MXFP4": (32, 17, 2.97)}
 """Type -> weights and bytes of a block, and the standard deviation of random codes times a factor of 1."""
-CHUNK = 1 << 16  # blocks that are drawn once and repeated
-COMMON = 0.5  # length of the direction that embeddings share, relative to the rest
+CHUNK = 1 << 16  # blocks drawn once and repeated
+COMMON = 0.5  # length of the common direction of embeddings, relative to the rest
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,12 @@ class MoESizes:
     active: int
     inner: int
     skew: float
-    kind: str = "Q4_0"  # of the experts
+    kind: str = "Q4_0"  # type of the experts' weights
     shared: int = 0  # width of shared experts
     vocab: int = 8192
 
     def fields(self) -> dict[str, Any]:
-        """Metadata below the architecture's name."""
+        """Metadata under the architecture's name."""
         fields: dict[str, Any] = {
             "block_count": self.layers, "context_length": 4096, "embedding_length": self.hidden,
             "feed_forward_length": self.inner, "attention.head_count": self.heads,
@@ -100,7 +100,7 @@ SHAPES = {
 
 
 def write_random_experts(path: Path, sizes: MoESizes) -> None:
-    """Writes the file aside and renames it."""
+    """Writes a temporary file and renames it."""
     aside = path.with_suffix(".tmp")
     writer = gguf.GGUFWriter(aside, sizes.arch)
     for key, value in sizes.fields().items():
@@ -129,7 +129,7 @@ def _blocks(rng: np.random.Generator, shape: tuple[int, ...], kind: str) -> np.n
     weights, size, deviation = TYPES[kind]
     count, factor = math.prod(shape) // weights, 1 / (deviation * shape[-1] ** 0.5)
     drawn = rng.integers(0, 256, (min(count, CHUNK), size), np.uint8)
-    if kind == "MXFP4":  # a power of two, half of the factor of doubled values
+    if kind == "MXFP4":  # a power of two, halved as the values are doubled
         drawn[:, 0] = round(np.log2(factor)) + 127
     else:
         drawn[:, :2] = np.array([factor], np.float16).view(np.uint8)

@@ -1,4 +1,4 @@
-"""A GGUF file of a Llama shape with random weights in Q8_0, written in a stream."""
+"""Writes a GGUF file of a Llama shape with random Q8_0 weights as a stream."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class LlamaSizes:
     context: int = 4096
 
     def fields(self) -> dict[str, Any]:
-        """Metadata below `llama.`."""
+        """Metadata under `llama.`."""
         return {
             "block_count": self.layers, "context_length": self.context, "embedding_length": self.hidden,
             "feed_forward_length": self.inner, "attention.head_count": self.heads,
@@ -52,7 +52,7 @@ class LlamaSizes:
 
 
 def write_random_gguf(path: Path, sizes: LlamaSizes) -> None:
-    """Write the file aside and rename it. Matrices are Q8_0, norms float32."""
+    """Writes a temporary file and renames it. Matrices are Q8_0, norms float32."""
     aside = path.with_suffix(".tmp")
     writer = gguf.GGUFWriter(aside, "llama")
     for key, value in sizes.fields().items():
@@ -80,7 +80,7 @@ def write_random_gguf(path: Path, sizes: LlamaSizes) -> None:
 
 
 def add_tokens(writer: Any, count: int) -> None:
-    """A byte-level vocabulary for both engines: 256 bytes, one merge, and meaningless words."""
+    """Adds a byte-level vocabulary for both engines: 256 bytes, one merge, and filler words."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     signs = [chr(byte) for byte in printable] + [chr(256 + i) for i in range(256 - len(printable))]
     writer.add_tokenizer_model("gpt2")

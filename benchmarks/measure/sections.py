@@ -1,4 +1,4 @@
-"""What is measured: decode, prefill, batch, start. Each section returns the lines of its tables and its numbers."""
+"""Sections of peers.py: decode, prefill, batch, start. Each returns the lines of its tables and its numbers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def say(text: str) -> None:
 
 
 def attempt(engines: list[Engine], engine: Engine, do: Work) -> Record | None:
-    """Its turn. An engine that fails is named on stderr and taken off the list."""
+    """Runs a turn of an engine. A failed engine is named on stderr and removed from the list."""
     try:
         before = load_now()
         with engine.turn():
@@ -37,7 +37,7 @@ def attempt(engines: list[Engine], engine: Engine, do: Work) -> Record | None:
 
 
 def in_turns(engines: list[Engine], work: Sequence[tuple[str, Work]], rounds: int) -> list[Record]:
-    """Every piece of work by every engine, one after another, in alternating order; one record each."""
+    """Every unit of work by every engine in alternating order; one record each."""
     records = []
     for number in range(rounds):
         for index, (label, do) in enumerate(work):
@@ -51,7 +51,7 @@ def in_turns(engines: list[Engine], work: Sequence[tuple[str, Work]], rounds: in
 
 
 def warm_up(engines: list[Engine], do: Work, *, loaded_only: bool = False) -> None:
-    """Not counted. llama.cpp's tools, which load each time, have warm-ups of their own."""
+    """Warm-up turns. llama.cpp's tools, which load each time, have their own."""
     for engine in list(engines):
         if isinstance(engine, WorkerEngine) or not loaded_only:
             attempt(engines, engine, do)
@@ -77,7 +77,7 @@ def decode(args: argparse.Namespace, engines: list[Engine], prompts: Prompts) ->
 
 
 def _same_texts(texts: Record, engine: Engine, work: Sequence[tuple[str, Work]], engines: Sequence[Engine]) -> str:
-    """How many texts are those of headstart's plain decoding with the same weights."""
+    """Number of texts equal to headstart's plain decoding with the same weights, as text."""
     plain = next((e.name for e in engines if e.weights == engine.weights and e.name.endswith(" plain")), None)
     if plain in (None, engine.name):
         return ""
@@ -86,7 +86,7 @@ def _same_texts(texts: Record, engine: Engine, work: Sequence[tuple[str, Work]],
 
 
 def _acceptance(records: Sequence[Record]) -> dict[str, float]:
-    """1 + accepted / drafts per engine that drafts."""
+    """Acceptance length of each drafting engine: 1 + accepted / drafts."""
     found: dict[str, list[int]] = {}
     for record in records:
         if record.get("drafts"):
@@ -136,7 +136,7 @@ def start(args: argparse.Namespace, starters: list[Starter], prompts: Prompts) -
         for starter in list(starters) if number % 2 == 0 else list(reversed(starters)):
             try:
                 if not number:
-                    memory[starter.name] = peak_memory(starter, text, args.batch_tokens)  # also warms the file cache
+                    memory[starter.name] = peak_memory(starter, text, args.batch_tokens)  # also fills the page cache
                 seconds.setdefault(starter.name, []).append(first_token_s(starter))
             except EngineFailed as error:
                 say(f"LEFT OUT: {starter.name}: {error}")

@@ -12,7 +12,7 @@ SAMPLE_SECONDS = 0.05
 
 
 def first_token_s(starter: Starter) -> float:
-    """Wall time from the start of the process to its first token, of the prompt "Hi"."""
+    """Wall seconds from process start to the first token, with the prompt "Hi"."""
     started = time.perf_counter()
     group, wait = starter.launch("Hi", 1)
     try:
@@ -23,7 +23,7 @@ def first_token_s(starter: Starter) -> float:
 
 
 def peak_memory(starter: Starter, prompt: str, max_tokens: int) -> dict[str, float]:
-    """MiB of private (clean and dirty), anonymous and resident pages; the highest while it starts and answers once."""
+    """Peak MiB of private (clean and dirty), anonymous and resident pages during start and one answer."""
     group, wait = starter.launch(prompt, max_tokens)
     peaks: dict[str, float] = {}
     done = threading.Event()
@@ -53,7 +53,7 @@ def _memory(pid: int) -> dict[str, float]:
     try:
         rollup = _numbers((folder / "smaps_rollup").read_text())
         status = _numbers((folder / "status").read_text())
-    except OSError:  # it has ended
+    except OSError:  # the process has ended
         return {}
     private = rollup.get("Private_Clean", 0) + rollup.get("Private_Dirty", 0)
     return {
@@ -64,7 +64,7 @@ def _memory(pid: int) -> dict[str, float]:
 
 
 def _numbers(text: str) -> dict[str, int]:
-    """`Name:   123 kB` lines."""
+    """Numbers of `Name:   123 kB` lines."""
     found = {}
     for line in text.splitlines():
         name, _, value = line.partition(":")

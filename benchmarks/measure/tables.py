@@ -1,4 +1,4 @@
-"""Numbers per round, their spread, and Markdown tables."""
+"""Rates per round, their spread, and Markdown tables."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def spread(values: Sequence[float], digits: int = 1) -> str:
 
 
 def ratio(values: Sequence[float], base: Sequence[float] | None) -> str:
-    """Round by round, with its spread; empty without a base."""
+    """Ratio to a base by round, with its spread; empty without a base."""
     if base is None or base is values or not all(base):
         return ""
     return spread([one / other for one, other in zip(values, base, strict=True)], 2)
 
 
 def speed_table(title: str, engines: Sequence[Engine], columns: dict[str, dict[str, list[float]]]) -> list[str]:
-    """Markdown: per engine and column the speed, then ratios of each column to both peers."""
+    """Markdown table: speed per engine and column, then ratios of each column to both peers."""
     peers = [name for name in ("llama.cpp", "vLLM") if any(engine.name.startswith(name) for engine in engines)]
     header = [title, *(f"{column}{end}" for column in columns for end in ("", *(f" / {peer}" for peer in peers)))]
     lines = ["", "| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
@@ -64,7 +64,7 @@ def speed_table(title: str, engines: Sequence[Engine], columns: dict[str, dict[s
 def start_table(
     names: Sequence[str], seconds: dict[str, list[float]], memory: dict[str, dict[str, float]]
 ) -> list[str]:
-    """Markdown of the section `start`."""
+    """Markdown table of the section `start`."""
     lines = [
         "",
         "| start | seconds to the first token | private MiB | anonymous MiB | resident MiB |",

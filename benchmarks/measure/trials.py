@@ -1,4 +1,4 @@
-"""Trials of servers of several engines, one setting after another."""
+"""Trials of servers of several engines, setting by setting."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ R = TypeVar("R")
 def start_servers(
     name: str, commands: Sequence[Sequence[str | Path]], log: Path, environment: Mapping[str, str], seconds: float
 ) -> Iterator[list[str]]:
-    """URLs of servers that were started together, once all are healthy. Logs are `log` and a number.
+    """Starts servers together and yields their URLs when all are healthy. Logs are `log` plus a number.
     Raises EngineFailed."""
     with ExitStack() as stack:
         servers = []
@@ -41,7 +41,7 @@ def start_servers(
 def run_trials(
     settings: Iterable[S], trial: Callable[[S, Path], R], row: Callable[[S, R], str], out: Path | None
 ) -> None:
-    """Print a table row per setting; write all results to `out` as JSON. Exits with the error of an engine that fails.
+    """Prints a table row per setting and writes all results to `out` as JSON. Exits with the error of a failed engine.
     `trial` takes a setting and a path for logs."""
     record: dict[str, R] = {}
     with tempfile.TemporaryDirectory(prefix="trials-") as folder:
