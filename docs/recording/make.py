@@ -1,8 +1,8 @@
-"""Record a terminal in which headstart is tried: python docs/recording/make.py [--keep]
+"""Records a terminal session with headstart: python docs/recording/make.py [--keep]
 
-Types the commands of SCENES into a shell and writes what came, with its times, as headstart.cast (asciicast, version
-2); `--keep` takes the one that is there. headstart.svg is drawn from it: lines of text, shown one after the other by
-the picture's own style, so it moves wherever pictures are shown. Needs pyte, which is a terminal in memory.
+Types the commands of SCENES into a shell and writes the output with its times to headstart.cast (asciicast, version 2);
+`--keep` uses the existing file. headstart.svg is drawn from it: an image of text lines, animated by its style sheet.
+Needs pyte, a terminal emulator in memory.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ COLOURS = {"green": "#86efac", "red": "#fca5a5", "yellow": "#fde68a", "brown": "
 
 
 class Event(NamedTuple):
-    """Output, and when it came."""
+    """Output and its time."""
 
     seconds: float
     text: str
 
 
 def record() -> Iterator[Event]:
-    """Of a shell in a terminal of its own."""
+    """Events of a shell in a pseudo-terminal."""
     child, terminal = pty.fork()
     if child == 0:
         environment = os.environ | {
@@ -88,7 +88,7 @@ def record() -> Iterator[Event]:
     begun, letters = time.monotonic(), codecs.getincrementaldecoder("utf-8")("replace")
 
     def read(seconds: float, *, answered: bool = False) -> Iterator[Event]:
-        """What comes for so long, or until somebody waits for a line."""
+        """Output of the next `seconds`, or until a program waits for input."""
         text, end = "", time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0 and not (answered and WAITING.search(text)):
             if select.select([terminal], [], [], left)[0]:
@@ -120,7 +120,7 @@ def write_cast(path: Path, events: list[Event]) -> None:
 
 
 def read_cast(path: Path) -> list[Event]:
-    """With long waits cut."""
+    """Events of a recording, with long waits shortened."""
     rows = [json.loads(line) for line in path.read_text("utf-8").splitlines()[1:]]
     events, now, before = [], 0.0, 0.0
     for seconds, _, text in rows:
@@ -130,7 +130,7 @@ def read_cast(path: Path) -> list[Event]:
 
 
 def frames(events: list[Event]) -> Iterator[tuple[float, list[str]]]:
-    """When the screen changes, and its lines as SVG; changes that follow each other at once are one."""
+    """(time, lines as SVG) of each screen change; changes in quick succession are one."""
     import pyte
 
     screen = pyte.Screen(COLUMNS, LINES)
@@ -148,7 +148,7 @@ def frames(events: list[Event]) -> Iterator[tuple[float, list[str]]]:
 
 
 def line_of(screen: pyte.Screen, number: int) -> str:
-    """A line's letters, with runs of one look together; empty where it is."""
+    """A line as SVG text with runs of one style; empty for a blank line."""
     line = "".join(screen.buffer[number][column].data for column in range(COLUMNS))
     if not line.strip():
         return ""
@@ -161,19 +161,19 @@ def line_of(screen: pyte.Screen, number: int) -> str:
         else:
             runs.append((look, letter.data))
     spans = "".join(
-        f"<tspan{looks_of(colour, bold)}>{escape(text)}</tspan>" if looks_of(colour, bold) else escape(text)
+        f"<tspan{style_of(colour, bold)}>{escape(text)}</tspan>" if style_of(colour, bold) else escape(text)
         for (colour, bold), text in runs
     )
     return f'<text x="{EDGE}" y="{EDGE + HIGH * (number + 0.75):g}">{spans}</text>'
 
 
-def looks_of(colour: str, bold: bool) -> str:
+def style_of(colour: str, bold: bool) -> str:
     fill = f' fill="{COLOURS[colour]}"' if colour in COLOURS else ""
     return fill + (' font-weight="bold"' if bold else "")
 
 
 def svg(events: list[Event]) -> str:
-    """Each line of a frame is written once, and shown while it stands there."""
+    """The animated picture: each line is written once and shown while it is on the screen."""
     found = list(frames(events))
     length = events[-1].seconds + READ_S
     width, height = round(2 * EDGE + COLUMNS * WIDE), 2 * EDGE + LINES * HIGH

@@ -1,9 +1,8 @@
-"""The docs site: `make docs`, or python docs/site/make.py [FOLDER]
+"""Builds the documentation site: `make docs`, or python docs/site/make.py [FOLDER]
 
-Its pages are the documents of the repository with links made to fit, the notebook, a page for each command from its own
-help, the HTTP API from its OpenAPI description, and answers to command lines of guides. MkDocs makes HTML of them, and
-fails at a link that leads nowhere.
-Nothing on the pages is fetched from elsewhere when somebody reads them.
+Pages: the documents of the repository with adapted links, the notebook, a page per command from its help, the HTTP API
+from its OpenAPI description, and command lines of guides with their outcome. MkDocs converts them to HTML and fails on
+broken links. Pages load nothing from other sites.
 """
 
 from __future__ import annotations
@@ -88,10 +87,10 @@ SETTINGS: dict[str, Any] = {
     "site_name": "headstart",
     "site_description": "An LLM engine built around multi-token prediction",
     "docs_dir": "pages",
-    "use_directory_urls": False,  # so that it can be read without a server, too
+    "use_directory_urls": False,  # readable without a server
     "theme": {
         "name": "material",
-        "font": False,  # those of the reader's system: others would come from elsewhere
+        "font": False,  # system fonts; others would be loaded from another site
         "features": ["navigation.tabs", "navigation.top", "content.code.copy", "search.highlight", "toc.follow"],
         "palette": [
             {"media": f"(prefers-color-scheme: {name})", "scheme": scheme, "primary": "indigo",
@@ -110,13 +109,13 @@ SETTINGS: dict[str, Any] = {
 
 
 def write_pages(folder: Path) -> list[Any]:
-    """All pages, and what they show, into `folder`; the table of contents for MkDocs."""
+    """Writes all pages and their files to `folder`. Returns the table of contents for MkDocs."""
     nav: list[Any] = [{section: [{title: PAGES[source]} for title, source in pages.items()]}
                       for section, pages in NAV.items()]  # fmt: skip
     for source, place in PAGES.items():
         path = ROOT / source
         text = notebook(path) if path.suffix == ".ipynb" else path.read_text("utf-8")
-        put(folder / place, for_mkdocs(linked(text, path, place, folder)))
+        put(folder / place, for_mkdocs(adapt_links(text, path, place, folder)))
     commands = dict(command_pages())
     for name, text in commands.items():
         put(folder / "commands" / f"{name.replace(' ', '-')}.md", text)
@@ -137,13 +136,13 @@ def put(path: Path, text: str) -> None:
 
 
 def outside_fences(text: str, change: Callable[[str], str]) -> str:
-    """With everything changed but code blocks."""
+    """The text with `change` applied outside code blocks."""
     return "".join(part if part.startswith("```") else change(part) for part in FENCE.split(text))
 
 
-def linked(text: str, path: Path, place: str, folder: Path) -> str:
-    """Links to documents lead to their pages, files beside documents come along, and other files of the repository are
-    named only."""
+def adapt_links(text: str, path: Path, place: str, folder: Path) -> str:
+    """Links to documents become links to pages, files beside documents are copied, and links to other files become
+    plain text."""
 
     def fix(found: re.Match[str]) -> str:
         label, (target, _, anchor) = found[1], found[2].partition("#")
@@ -164,7 +163,7 @@ def linked(text: str, path: Path, place: str, folder: Path) -> str:
 
 
 def for_mkdocs(text: str) -> str:
-    """As its Markdown wants lists: an empty line before them, and four spaces for those inside others."""
+    """Lists in MkDocs' Markdown: an empty line before them, and nested lists indented by four spaces."""
 
     def lists(part: str) -> str:
         part = re.sub(r"^ {2,3}(?=(?:[-*]|\d+\.) )", "    ", part, flags=re.MULTILINE)
@@ -183,7 +182,7 @@ def notebook(path: Path) -> str:
 
 
 def command_pages() -> Iterator[tuple[str, str]]:
-    """Name and page of each command."""
+    """(name, page) of each command."""
     from headstart.cli.app import application
     from headstart.cli.parser import CommandGroup
 
@@ -222,13 +221,13 @@ def code(text: str) -> str:
 
 
 def prose(text: str) -> str:
-    """Words of a help text, none of which is Markdown."""
+    """A help text with Markdown characters escaped."""
     text = html.escape(" ".join(text.split()), quote=False)
     return re.sub(r"[\\`*_\[\]|]", lambda found: f"&#{ord(found[0])};", text)
 
 
 def http_page() -> str:
-    """The endpoints and their fields, as the server itself describes them."""
+    """The endpoints and their fields, from the server's OpenAPI description."""
     import httpx
 
     from headstart import LLM
@@ -289,7 +288,7 @@ def guide_lines_page() -> str:
 
 
 def serve_outcome(text: str) -> str:
-    """What `headstart serve` does with the arguments of each engine command of a text: `runs`, or its error and hint.
+    """Outcome of `headstart serve` with the arguments of each engine command of a text: `runs`, or error and hint.
     Shell variables count as 1."""
     from headstart.cli.option_hints import option_hint
     from headstart.cli.serve import run as serve
@@ -316,8 +315,8 @@ def serve_outcome(text: str) -> str:
     return "; ".join(dict.fromkeys(found)) or "no line that serves a model"
 
 
-def outside(site: Path) -> list[str]:
-    """What pages would fetch from elsewhere when they are read."""
+def external_resources(site: Path) -> list[str]:
+    """External resources that pages would load."""
     tag = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*?\b(?:src|href)=["']?((?:https?:)?//[^"'\s>]+)""")
     found = [f"{path.name}: {each}" for path in site.rglob("*.html") for each in tag.findall(path.read_text("utf-8"))]
     css = re.compile(r"""(?:url\(|@import )["']?((?:https?:)?//[^"')]+)""")
@@ -342,7 +341,7 @@ def main(site: Path) -> int:
     ]
     if code := subprocess.run(command, env=os.environ | QUIET, check=False).returncode:
         return code
-    if found := outside(site):
+    if found := external_resources(site):
         print("from elsewhere:", *found, sep="\n  ", file=sys.stderr)
         return 1
     pages = list(site.rglob("*.html"))

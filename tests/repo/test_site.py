@@ -50,7 +50,7 @@ def test_links_are_adapted_to_the_site(tmp_path: Path) -> None:
     text = (
         "[a](../adapt.md#recording) [b](../../Dockerfile) ![c](../demo.svg) [d](https://e.org) ```[a](../adapt.md)```"
     )
-    found = site.linked(text, path, "cookbook/agents.md", tmp_path)
+    found = site.adapt_links(text, path, "cookbook/agents.md", tmp_path)
     assert found.startswith("[a](../adapt.md#recording) b ![c](../demo.svg) [d](https://e.org)")
     assert (tmp_path / "demo.svg").is_file()
 
@@ -76,7 +76,7 @@ def test_external_resources_are_found(tmp_path: Path) -> None:
     )
     (tmp_path / "page.html").write_text(page)
     (tmp_path / "style.css").write_text("a { background: url('https://d.org/z') }")
-    assert sorted(each.split("//")[1] for each in site.outside(tmp_path)) == ["b.org/x.js", "c.org/y", "d.org/z"]
+    assert sorted(each.split("//")[1] for each in site.external_resources(tmp_path)) == ["b.org/x.js", "c.org/y", "d.org/z"]
 
 
 def test_pictures_match_their_script(tmp_path: Path) -> None:
