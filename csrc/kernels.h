@@ -227,8 +227,8 @@ struct Kernels {
     void (*join)(const AttendTask& task); // writes the output from the partials of all splits
     // out = sigmoid(gate) * x; each gate applies to width / gates adjacent columns.
     void (*sigmoid_mul)(const float* gate, const float* x, int64_t gates, int64_t width, float* out);
-    // logits [num_experts] -> ids [top_k] in ascending order and their weights. told [top_k]: the expert ids to use instead
-    // of the best ones, or nullptr.
+    // logits [num_experts] -> ids [top_k] in ascending order and their weights. told [top_k]: expert ids that replace the
+    // best ones, or nullptr.
     void (*route)(const float* logits, const float* bias, const int64_t* token_experts, const Router& router, int32_t* ids,
                   float* weights);
     // out = sum over i < count, in order, of weights[i] * values[slots[i]]; slot -1 is the row x.

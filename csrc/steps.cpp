@@ -96,7 +96,7 @@ int gated(Program& program, int x, nb::object gate_matrix, nb::object up_matrix,
     return out;
 }
 
-// RMS norm. residual -1: none, then total is x. parts: the row has so many parts, each with its own part of the weight.
+// RMS norm. residual -1: none, then total is x. parts: number of parts of the row, each with its own part of the weight.
 // Returns the buffers (normed, total).
 std::pair<int, int> norm(Program& program, int x, int residual, Floats weight, float eps, int64_t parts) {
     const int64_t full = program.buffers[x].width, group = (int64_t)weight.size() / parts, width = full / parts;

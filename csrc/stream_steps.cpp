@@ -31,7 +31,7 @@ Step row_step(std::vector<int> reads, std::vector<int> writes, nb::object owners
     return step;
 }
 
-// iterations -1: weights of a sum alone are a softmax.
+// iterations -1: the weights of a sum without mixing are a softmax.
 int stream_weights(Program& program, int mixes, Floats base, Floats scale, int64_t count, int64_t iterations, float eps,
                    float magnitude) {
     const int64_t width = program.buffers[mixes].width;
@@ -80,7 +80,7 @@ int mix_streams(Program& program, int streams, int x, int weights, int64_t count
     return out;
 }
 
-// Token id + 1 of each row; with `numbers` the number of that id + 1; kImageRow for that.
+// Token id + 1 of each row (with `numbers`: the number of the id, + 1); kImageRow stays as it is.
 int token_values(Program& program, std::optional<Longs> numbers) {
     const int out = program.buffer(1, false);
     if (numbers) program.limits.reach(program.limits.tokens, (int64_t)numbers->size());
@@ -116,7 +116,7 @@ int embed_ngrams(Program& program, int tokens, nb::object matrix, std::vector<in
         int64_t mixed = 0, first = 0;
         bool ended = false;
         for (int64_t i = 0; i < longest; ++i) {
-            ended = ended || last[i] < 0; // an image, or an end: tokens before are not read
+            ended = ended || last[i] < 0; // at an image or an end, earlier tokens are not read
             const int64_t token = ended || last[i] == 0 ? end : (int64_t)last[i] - 1;
             ended = ended || (cuts && i > 0 && token == end);
             mixed ^= token * factors[i];

@@ -83,7 +83,7 @@ void mix_streams(const float* streams, const float* x, const float* weights, int
 }
 
 void compress(const CompressTask& task) {
-    const int64_t half = task.overlap ? task.span / 2 : 0; // rows before it use their first columns
+    const int64_t half = task.overlap ? task.span / 2 : 0; // earlier rows use their first columns
     const int64_t width = task.overlap ? 2 * task.dim : task.dim;
     for (int64_t d = 0; d < task.dim; d += 16) {
         const int64_t rest = task.dim - d;

@@ -315,8 +315,8 @@ def serve_outcome(text: str) -> str:
     return "; ".join(dict.fromkeys(found)) or "no line that serves a model"
 
 
-def external_resources(site: Path) -> list[str]:
-    """External resources that pages would load."""
+def external_urls(site: Path) -> list[str]:
+    """URLs of other sites that pages would load."""
     tag = re.compile(r"""<(?:script|img|iframe|link)\b[^>]*?\b(?:src|href)=["']?((?:https?:)?//[^"'\s>]+)""")
     found = [f"{path.name}: {each}" for path in site.rglob("*.html") for each in tag.findall(path.read_text("utf-8"))]
     css = re.compile(r"""(?:url\(|@import )["']?((?:https?:)?//[^"')]+)""")
@@ -341,7 +341,7 @@ def main(site: Path) -> int:
     ]
     if code := subprocess.run(command, env=os.environ | QUIET, check=False).returncode:
         return code
-    if found := external_resources(site):
+    if found := external_urls(site):
         print("from elsewhere:", *found, sep="\n  ", file=sys.stderr)
         return 1
     pages = list(site.rglob("*.html"))

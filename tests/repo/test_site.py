@@ -70,13 +70,13 @@ def test_guide_lines_have_an_outcome() -> None:
     assert site.guide_lines_page().count("\n| ") == 1 + len(lines)
 
 
-def test_external_resources_are_found(tmp_path: Path) -> None:
+def test_external_urls_are_found(tmp_path: Path) -> None:
     page = (
         '<link href="a.css"><a href="https://a.org"></a><script src="https://b.org/x.js"></script><img src=//c.org/y>'
     )
     (tmp_path / "page.html").write_text(page)
     (tmp_path / "style.css").write_text("a { background: url('https://d.org/z') }")
-    assert sorted(each.split("//")[1] for each in site.external_resources(tmp_path)) == ["b.org/x.js", "c.org/y", "d.org/z"]
+    assert sorted(each.split("//")[1] for each in site.external_urls(tmp_path)) == ["b.org/x.js", "c.org/y", "d.org/z"]
 
 
 def test_pictures_match_their_script(tmp_path: Path) -> None:
