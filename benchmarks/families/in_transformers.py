@@ -11,7 +11,7 @@ from family_rows import row_of
 from oracles import logits_of_oracle, oracle_of
 from support import ALL_FAMILIES, make, prompt_of, request, run
 from test_families import logits_in_chunks, test_draft_logits_of_a_growing_sequence
-from test_v4_dspark import test_what_it_drafts_is_what_public_code_says
+from test_v4_dspark import test_drafts_match_public_code
 from tiny_models import write_model
 
 from headstart.config import EngineConfig
@@ -84,6 +84,6 @@ def check_drafter(row: str) -> None:
     window. Raises AssertionError."""
     if family := DSPARK.get(row):
         for length, window in ((1, 64), (7, 64), (40, 64), (40, 11)):
-            test_what_it_drafts_is_what_public_code_says("reference", "float64", length, window, family)
+            test_drafts_match_public_code("reference", "float64", length, window, family)
     else:
         test_draft_logits_of_a_growing_sequence(row)

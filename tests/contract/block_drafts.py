@@ -1,4 +1,4 @@
-"""Block drafters against readings of public code: their logits, tokens and confidences."""
+"""Comparison of block drafters with readings of public code: logits, tokens and confidences."""
 
 from typing import Any, Protocol
 
@@ -16,10 +16,10 @@ TOLERANCE = {"reference": 1e-4, "native": 1e-3}
 
 
 class BlockReading(Protocol):
-    """A drafter's formulas in torch. states: taps [N, taps * H] of positions 0 .. N - 1; anchor: the token at N."""
+    """A drafter's formulas in torch. `states`: taps [N, taps * H] of positions 0 .. N - 1; `anchor`: the token at N."""
 
     def __call__(self, states: Tensor, anchor: int) -> tuple[Tensor, Tensor]:
-        """Logits [B, V] without the Markov head, and its other input [B, H]."""
+        """Logits [B, V] without the Markov head, and the Markov head's other input [B, H]."""
 
     def draft(self, states: Tensor, anchor: int) -> tuple[list[int], list[float]]:
         """Greedy tokens of a block, and the confidence in each."""
@@ -45,7 +45,7 @@ def sinkhorn(x: Tensor, steps: int, eps: float) -> Tensor:
 
 
 def assert_drafts(model: Model, reading: BlockReading, taps: Tensor, tokens: list[int], **how: Any) -> None:
-    """The drafter of `model` computes the block after `tokens` as the reading does. taps: [T, taps * H]."""
+    """Checks that the drafter of `model` computes the block after `tokens` like the reading. taps: [T, taps * H]."""
     size = model.head.spec.block.block_size
     expected, _ = reading(taps[:-1], tokens[-1])
     engine = make(model, depth=size, drafter="block", block_size=16, **how)

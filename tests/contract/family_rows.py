@@ -1,7 +1,6 @@
-"""Rows of the contract tests: of each family its oracles, further configs to try, and settings of llama.cpp's tools.
+"""Rows of the contract tests: oracles of each family, further configs, and settings of llama.cpp's tools.
 
-A new family that transformers knows needs no row; one with MTP modules names the formulas of its module (`head`).
-"""
+A new family that transformers knows needs no row; one with MTP modules names the formulas of its module (`head`)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -24,7 +23,7 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class MTPModule:
-    """Names and order of the parts of an MTP module whose block is a layer of transformers' class; see MTPOracle."""
+    """Names and order of the parts of an MTP module whose block is a layer of transformers; see MTPOracle."""
 
     block: str = "model.layers.{last}."  # prefix of the block's tensors
     layer: str = "model.layers.0."  # the prefix in a trunk of one layer
@@ -60,26 +59,26 @@ class FamilyRow:
     is_relative: bool = False  # layers of other families with declared differences: no grid of its own
     trunk: str = ""  # transformers' model type of the trunk; empty: the family's name
     mtp: MTPModule | None = None
-    mtp_block: int | None = None  # the layer of transformers' small model that is like an MTP module's block
+    mtp_block: int | None = None  # the layer of transformers' small model that equals an MTP module's block
     modules: tuple[int, ...] = ()  # the MTP module of each draft step, where there are several
     oracle_config: Mapping[str, Any] = field(default_factory=dict)  # keys that only the oracle reads
     has_deepseek_names: bool = False  # files have other names for DeepSeek's experts
     has_rope_by_kind: bool = False  # each kind of layer has its own rope
-    is_whole: bool = False  # tried in all variants; others share the code of ropes and activations
-    excluded: tuple[str, ...] = ()  # keys that the family does not have, variants that transformers reads otherwise
+    is_whole: bool = False  # tested with all variants; other families share the code of ropes and activations
+    excluded: tuple[str, ...] = ()  # keys that the family lacks, and variants that transformers reads differently
     variants: Mapping[str, Config] = field(default_factory=dict)  # further configs
     gguf: Mapping[str, str] = field(default_factory=dict)  # model_type -> llama.cpp's architecture
     has_gguf_rope_order: bool = False  # llama.cpp permutes rows of q and k
-    llama_cpp: Mapping[str, Any] = field(default_factory=dict)  # keys of a config that llama.cpp's tools take
-    released: Mapping[str, Any] = field(default_factory=dict)  # keys that its converter reads, as released files have
-    transformers_mtp: Mapping[str, Any] | None = None  # keys for generate(use_mtp=True) as oracle
+    llama_cpp: Mapping[str, Any] = field(default_factory=dict)  # config values that llama.cpp's tools accept
+    released: Mapping[str, Any] = field(default_factory=dict)  # keys of released files that llama.cpp's converter reads
+    transformers_mtp: Mapping[str, Any] | None = None  # keys for generate(use_mtp=True) as the oracle
 
 
 ROWS: Mapping[str, FamilyRow] = {
     "bailing_hybrid": FamilyRow(
         mtp=replace(
             DEEPSEEK, norm="{block}final_layernorm", config={**SPARSE, "layer_types": ["full_attention"]}),
-        # transformers has linear layers behind the last whole group, vLLM and llama.cpp full ones
+        # after the last whole group, transformers has linear layers, vLLM and llama.cpp full ones
         mtp_block=3, excluded=("num_hidden_layers",),
         llama_cpp={"num_key_value_heads": 4, "v_head_dim": 64},
         released={
@@ -93,7 +92,7 @@ ROWS: Mapping[str, FamilyRow] = {
             "cohere2, biases": {"model_type": "cohere2", "attention_bias": True},
             "cohere": {"model_type": "cohere", "sliding_window": None, "sliding_window_pattern": None}},
         gguf={"cohere2": "cohere2"},
-        # llama.cpp knows no other
+        # llama.cpp supports no others
         llama_cpp={"sliding_window_pattern": 4, "num_hidden_layers": 5},
         released={"rotary_pct": 1.0}),
     "cohere2_moe": FamilyRow(

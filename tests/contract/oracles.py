@@ -1,4 +1,4 @@
-"""transformers' classes with a tiny model's weights: its trunk, and MTP modules as models of one layer."""
+"""Oracles: transformers' classes with a tiny model's weights, for trunks and for MTP modules as models of one layer."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence as Seq
@@ -29,7 +29,7 @@ Config = dict[str, Any]
 
 @contextmanager
 def double_precision() -> Iterator[None]:
-    """Norms, softmax and ropes of transformers, which convert to float32, compute in float64."""
+    """Makes transformers compute norms, softmax and ropes in float64 where it converts to float32."""
     before = torch.get_default_dtype()
     with (
         mock.patch.multiple(torch, float32=torch.float64, float=torch.float64),
@@ -43,7 +43,7 @@ def double_precision() -> Iterator[None]:
 
 
 def config_and_tensors(family: str, model: Model) -> tuple[Config, Tensors]:
-    """Of the model's checkpoint; families with DeepSeek's experts under DeepSeek's names."""
+    """Config and tensors of the model's checkpoint; DeepSeek's names for families that share its experts."""
     config = {key: value for key, value in model.checkpoint.config.items() if key != "model_type"}
     config = {key: value for key, value in config.items() if value is not None or key == "sliding_window"}
     config |= row_of(family).oracle_config
@@ -53,7 +53,7 @@ def config_and_tensors(family: str, model: Model) -> tuple[Config, Tensors]:
         config["moe_layer_freq"] = config["moe_layer_freq"][: config["num_hidden_layers"]]
         flags = config["sparse_attention_config"]["sparse_attention_freq"][: config["num_hidden_layers"]]
         config["layer_types"] = ["minimax_m3_sparse" if each else "full_attention" for each in flags]
-    if family != "step3p5" and isinstance(kinds := config.get("layer_types"), list):  # its modules have kinds, too
+    if family != "step3p5" and isinstance(kinds := config.get("layer_types"), list):  # modules have layer types as well
         config["layer_types"] = kinds[: config["num_hidden_layers"]]
     if (full := config.get("full_attn_idxs")) is not None:
         kinds = ["full_attention" if i in full else "conv" for i in range(config["num_hidden_layers"])]
@@ -65,12 +65,12 @@ def config_and_tensors(family: str, model: Model) -> tuple[Config, Tensors]:
 
 
 def build_oracle(family: str, config: Config, tensors: Tensors) -> tuple[Any, set[str], set[str]]:
-    """transformers' model, and the names of missing and of unexpected tensors."""
+    """Transformers' model, and the names of missing and of unexpected tensors."""
     kind = row_of(family).trunk or family
     if kind in READINGS:
         return _filled(READINGS[kind](config), tensors)
     assert kind in (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *TEXT_PARTS), f"name the trunk of {family} in family_rows.py"
-    if kind in TEXT_PARTS:  # it has the text part inside a wrapper only
+    if kind in TEXT_PARTS:  # only the text part inside a wrapper exists
         count = config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)
         config |= {key: value[:count] for key, value in config.items() if key in PER_LAYER and isinstance(value, list)}
         oracle: Any = TextPart(TEXT_PARTS[kind], AutoConfig.for_model(kind, **config))
@@ -82,21 +82,21 @@ def build_oracle(family: str, config: Config, tensors: Tensors) -> tuple[Any, se
     named = fused_experts(INSIDE[kind](tensors) if kind in INSIDE else tensors)
     for name in [name for name in named if name.endswith(".gate_up_proj") and config.get("zero_expert_num")]:
         nothing = named[name].new_zeros(config["zero_expert_num"], *named[name].shape[1:])
-        named[name] = torch.cat((named[name], nothing))  # which it makes and does not read
+        named[name] = torch.cat((named[name], nothing))  # created, but never read
     return _filled(oracle, named)
 
 
 def _filled(oracle: Any, named: Tensors) -> tuple[Any, set[str], set[str]]:
     missing, unexpected = oracle.load_state_dict(named, strict=False)
     oracle.tie_weights()
-    if "lm_head.weight" in missing:  # a class that ties nothing
+    if "lm_head.weight" in missing:  # for classes without tied tensors
         oracle.lm_head.weight.data.copy_(oracle.get_input_embeddings().weight)
     computed = {name for name, _ in oracle.named_buffers()}  # factors and sizes of hashes, from the config
     return oracle.eval(), set(missing) - computed, set(unexpected)
 
 
 def oracle_of(family: str, model: Model) -> Any:
-    """transformers' model with the same weights, in float32."""
+    """Transformers' model with the same weights, in float32."""
     oracle, missing, unexpected = build_oracle(family, *config_and_tensors(family, model))
     assert missing <= ({"lm_head.weight"} if model.config.tied else set())
     trailing = tuple(f"model.layers.{model.config.num_layers + i}." for i in range(model.config.num_mtp))
@@ -112,13 +112,13 @@ def logits_of_oracle(oracle: Any, tokens: Seq[int]) -> Tensor:
 
 
 def assert_greedy_text(oracle: Any, prompt: Seq[int], found: Seq[int]) -> None:
-    """Each token is the first choice behind those before it, in one pass."""
+    """Each token is the first choice after the tokens before it, computed in one pass."""
     logits = logits_of_oracle(oracle, [*prompt, *found[:-1]])
     assert list(found) == logits[len(prompt) - 1 :].argmax(-1).tolist()
 
 
 class SingleStream(torch.nn.Module):
-    """Hyper-connections of one stream that change nothing. mixed: they have a mixing matrix."""
+    """Hyper-connections of one stream, which have no effect. `mixed`: with a mixing matrix."""
 
     def __init__(self, *, mixed: bool) -> None:
         super().__init__()
@@ -282,7 +282,7 @@ class TextPart(torch.nn.Module):
         self.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def tie_weights(self) -> None:
-        """Nothing."""
+        """Transformers' interface; no tensors are tied."""
 
     def get_input_embeddings(self) -> Any:
         return self.model.embed_tokens
@@ -297,8 +297,8 @@ class TextPart(torch.nn.Module):
         return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
 
 
-def stepwise(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Step-3.5's names in files -> those that transformers has inside."""
+def step_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Names of Step-3.5 in files -> names inside transformers."""
     found = {}
     for theirs, tensor in tensors.items():
         name = theirs.replace(".moe.router_bias", ".mlp.gate.e_score_correction_bias")
@@ -359,7 +359,7 @@ INKLING = {
 
 
 def inkling_names(tensors: Tensors) -> Tensors:
-    """With rows of gates and up projections apart that files have by turns."""
+    """Renamed tensors of Inkling, with the interleaved rows of gate and up projections separated."""
     found: Tensors = {}
     for theirs, tensor in tensors.items():
         name = renamed(theirs, INKLING)
@@ -376,7 +376,7 @@ def inkling_names(tensors: Tensors) -> Tensors:
 
 
 def joined_gates(tensors: Tensors) -> Tensors:
-    """With gate and up projections of dense layers and shared experts in one matrix."""
+    """Gate and up projections of dense layers and shared experts joined in one matrix."""
     found = dict(tensors)
     for name in [name for name in tensors if re.search(r"(mlp|shared_experts)\.gate_proj\.weight$", name)]:
         parts = [found.pop(name.replace("gate_proj", f"{part}_proj")) for part in ("gate", "up")]
@@ -395,7 +395,7 @@ KDA = {
 
 
 def delta_names(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """With the three convolutions of Kimi delta attention in one tensor."""
+    """The three convolutions of Kimi delta attention joined in one tensor."""
     found = {renamed(name, KDA): tensor for name, tensor in tensors.items()}
     for name in [name for name in found if name.endswith(".q_conv1d.weight")]:
         parts = [found.pop(name.replace("q_conv1d", f"{part}_conv1d")) for part in "qkv"]
@@ -412,7 +412,7 @@ INSIDE: dict[str, Callable[[Tensors], Tensors]] = {
     "deepseek_v4": lambda tensors: all_renamed(tensors, V4),
     "hy_v4": lambda tensors: all_renamed(tensors, HY4),
     "minimax_m3_vl_text": lambda tensors: joined_gates(all_renamed(tensors, M3)),
-    "step3p5": stepwise,
+    "step3p5": step_names,
     "inkling_text": inkling_names,
     **dict.fromkeys(("kimi_linear", "bailing_hybrid", "glm5_next_text"), delta_names),
 }
@@ -424,7 +424,7 @@ GRANITE = {f".block_sparse_moe{old}": f".block_sparse_moe{new}" for old, new in 
 
 
 def fused_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Experts one by one -> transformers' stacks [E, gate and up, H] and [E, H, I] of each layer."""
+    """Single experts joined to transformers' stacks [E, gate and up, H] and [E, H, I] of each layer."""
     found, stacks = {}, {}
     for theirs, tensor in tensors.items():
         name = re.sub(r"^backbone\.", "model.", theirs)
@@ -456,7 +456,7 @@ AS_DEEPSEEK = {
 
 
 def as_deepseek(tensors: Tensors, c: dict[str, Any]) -> tuple[Tensors, dict[str, Any]]:
-    """Under DeepSeek's names, q, k and v apart."""
+    """Tensors under DeepSeek's names, with separate q, k and v."""
     found: Tensors = {}
     for name, tensor in tensors.items():
         for old, new in AS_DEEPSEEK.items():

@@ -1,4 +1,4 @@
-"""Models that transformers has no class of, read in torch from vLLM's code; the names of tensors are those in files."""
+"""Models that transformers lacks, implemented in torch after vLLM's code; tensors have the names of files."""
 
 import re
 import unicodedata
@@ -39,7 +39,7 @@ class CausalLM(nn.Module):
         self.lm_head = nn.Linear(config["hidden_size"], config["vocab_size"], bias=False)
 
     def tie_weights(self) -> None:
-        """Nothing."""
+        """Transformers' interface; no tensors are tied."""
 
     def get_input_embeddings(self) -> Any:
         return self.model.embed_tokens
@@ -186,7 +186,8 @@ def mixture(sums: Tensor, norm: RMSNorm, proj: nn.Linear) -> Tensor:
 
 
 class KimiLayer(nn.Module):
-    """Sums [B, T, n * H] -> sums behind the layer; without attention residuals n is 1 and the sum is the stream."""
+    """Sums [B, T, n * H] before and after the layer; without attention residuals n is 1 and the sum is the hidden
+    state."""
 
     def __init__(self, config: Config, index: int) -> None:
         super().__init__()
@@ -248,7 +249,7 @@ def prime_from(number: int) -> int:
 
 
 class DeepseekV41(nn.Module):
-    """Reads the tensors under their names in files; a cache holds tokens. Of one sequence."""
+    """Reads tensors by their names in files, for one sequence; the cache holds tokens."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -260,7 +261,7 @@ class DeepseekV41(nn.Module):
         return [], []
 
     def tie_weights(self) -> None:
-        """Nothing."""
+        """Transformers' interface; no tensors are tied."""
 
     def forward(self, tokens: Tensor, use_cache: bool, cache: Tensor | None = None) -> CausalLMOutputWithPast:
         every = tokens if cache is None else torch.cat((cache, tokens), 1)
@@ -293,7 +294,7 @@ class DeepseekV41(nn.Module):
     def layer(
         self, at: str, x: Tensor, weights: Tensor, attention: Callable[[Tensor], Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """Streams [T, n, H], and the weights that the part before computed [T, n] -> the same behind the layer."""
+        """Streams [T, n, H] after the layer; `weights` [T, n] are those that the part before computed."""
         n, eps = self.streams, self.config["hc_eps"]
         for kind, part in (("attn", attention), ("ffn", lambda y: self.experts(f"{at}.ffn", y))):
             mixes = linear(rms(x.flatten(1), 1.0, self.eps), self.arrays[f"{at}.hc_{kind}_fn"])
@@ -337,7 +338,7 @@ class DeepseekV41(nn.Module):
         return self.rope(kv[:, None], positions, theta)[:, 0]
 
     def entries(self, at: str, x: Tensor, every: int) -> Tensor:
-        """[T / every, D], not rotated."""
+        """Entries [T / every, D] without rotation."""
         whole = x[: len(x) // every * every].unflatten(0, (-1, every))
         values, gates = linear(whole, self.arrays[f"{at}.wkv.weight"]), torch.zeros(())
         if every > 1:
@@ -424,7 +425,7 @@ class DeepseekV41(nn.Module):
         return torch.tensor(found)
 
     def drafted(self, states: Tensor, anchor: int) -> tuple[Tensor, Tensor]:
-        """Taps [N, taps * H] of positions 0 .. N - 1, the token at N -> (base logits [B, V], sums [B, H])."""
+        """From taps [N, taps * H] of positions 0 .. N - 1 and the token at N: base logits [B, V] and sums [B, H]."""
         main = linear(states, self.arrays["mtp.0.main_proj.weight"])
         main = rms(main, self.arrays["mtp.0.main_norm.weight"], self.eps)
         size, theta = self.config["dspark_block_size"], self.config["rope_theta"]

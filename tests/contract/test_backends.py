@@ -1,4 +1,4 @@
-"""Backends as plug-ins: which one is meant, what a new file needs, and that engines give their memory back."""
+"""Backends as plug-ins: selection, flags, a plug-in of one file, and memory released by engines."""
 
 import gc
 import importlib.util
@@ -30,13 +30,13 @@ def folder(tmp_path: Path) -> Path:
     return write_model(tmp_path / "model", config, arrays)
 
 
-def without(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
-    honest = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in modules else honest(name))
+def hide_modules(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
+    original = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in modules else original(name))
 
 
-def test_the_best_that_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    without(monkeypatch, native.EXTENSION)
+def test_best_available_backend_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:
+    hide_modules(monkeypatch, native.EXTENSION)
     chosen = select_backend(EngineConfig())
     assert (chosen.name, chosen.kind) == ("reference", reference.BACKEND)
     assert chosen.why == "headstart was installed without a C++ compiler"
@@ -45,12 +45,12 @@ def test_the_best_that_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="--quantization int8 needs the native backend") as error:
         select_backend(EngineConfig(quantization="int8"))
     assert error.value.hint == "headstart was installed without a C++ compiler"
-    without(monkeypatch, native.EXTENSION, "torch")
+    hide_modules(monkeypatch, native.EXTENSION, "torch")
     with pytest.raises(UsageError, match=r"without a C\+\+ compiler, and backend reference .* needs torch"):
         select_backend(EngineConfig())
 
 
-def test_flags_of_other_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_of_other_backends_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "BACKEND", replace(native.BACKEND, limits=lambda config: None))
     monkeypatch.setattr(reference, "BACKEND", replace(reference.BACKEND, limits=lambda config: None))
     assert select_backend(EngineConfig()) == ("native", native.BACKEND, native.BACKEND.why)
@@ -65,8 +65,8 @@ def test_flags_of_other_backends(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_a_backend_is_one_file(tmp_path: Path, folder: Path) -> None:
-    """That of docs/extend."""
+def test_backend_plug_in_of_one_file(tmp_path: Path, folder: Path) -> None:
+    """The backend of docs/extend."""
     with plugged_in(tmp_path, "backends"):
         config = EngineConfig(backend="thin", threads=1, max_model_len=64)
         model = load_model(str(folder), config)
@@ -87,9 +87,9 @@ def resident_bytes() -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["native", "reference"])
-def test_engines_on_one_model_give_their_memory_back(backend: str, folder: Path) -> None:
-    """Each fills 4 MB of keys and values; those of an engine that is gone are free. A leak would show in every step,
-    what else happens in a process of many tests in few."""
+def test_deleted_engines_release_their_memory(backend: str, folder: Path) -> None:
+    """Each engine fills 4 MB of keys and values. A leak would grow memory in every step, other allocations of the
+    process only in some."""
     if backend == "native":
         pytest.importorskip(native.EXTENSION, exc_type=ImportError)
     config = EngineConfig(backend=backend, threads=1, max_model_len=1024, kv_blocks=64, drafter="none", depth=0)
@@ -103,11 +103,11 @@ def test_engines_on_one_model_give_their_memory_back(backend: str, folder: Path)
     assert sum(step > 1 << 20 for step in steps) < len(steps) / 2, steps
 
 
-def test_memory_is_that_of_the_container(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    """The KV cache takes a share of what the cgroup leaves, not of the host's memory."""
+def test_kv_cache_is_sized_by_container_memory(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """The KV cache takes a share of the cgroup's free memory, not of the host's."""
     config = EngineConfig(backend="reference", threads=1, max_num_seqs=1000)
     model = load_model(str(folder), config)
-    monkeypatch.setattr("headstart.engine.build.PLANNED", WeakKeyDictionary())  # engines of other tests
+    monkeypatch.setattr("headstart.engine.build.PLANNED", WeakKeyDictionary())  # without engines of other tests
     sizes = []
     for free in (64 << 20, 256 << 20):
         monkeypatch.setattr(machine, "memory", lambda free=free: machine.Memory(1 << 40, free, 1 << 30))

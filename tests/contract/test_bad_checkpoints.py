@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint is named; on the command line: exit code 2, one line, no traceback."""
+"""Invalid checkpoints: the error names the fault; the command line exits with code 2, one line and no traceback."""
 
 import re
 from collections.abc import Callable
@@ -55,7 +55,7 @@ def as_codes(end: str) -> Change:
 
 @dataclass(frozen=True)
 class Bad:
-    """`config` and `change` are made to a tiny checkpoint; `tiny`: to the model before its tensors are made."""
+    """`config` and `change` modify a tiny checkpoint; `tiny` are changes before its tensors are made."""
 
     family: str
     says: str
@@ -164,7 +164,7 @@ OF_HEADS = {
 """Cases of a head that is asked for by name: without it the trunk is read first, or is whole."""
 
 
-def written(case: str, path: Path) -> Path:
+def write_case(case: str, path: Path) -> Path:
     bad = CASES[case]
     if "kernels" in case:
         pytest.importorskip("headstart.kernels.native._native")
@@ -174,30 +174,31 @@ def written(case: str, path: Path) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_wrong_is_named(case: str, tmp_path: Path) -> None:
+def test_faults_are_named(case: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=re.escape(CASES[case].says)):
         drafter = "mtp" if case in OF_HEADS else "auto"
-        LLM(str(written(case, tmp_path)), EngineConfig(threads=1, kv_blocks=40, drafter=drafter))
+        LLM(str(write_case(case, tmp_path)), EngineConfig(threads=1, kv_blocks=40, drafter=drafter))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["a width that the tensors do not have", "AWQ", "values beyond the kernels"])
-def test_one_clear_line(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = written(case, tmp_path)
+def test_fault_is_one_line_on_the_command_line(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_case(case, tmp_path)
     assert main(["generate", str(folder), "--prompt", "a", "--max-tokens", "2", "--kv-blocks", "40"]) == 2
-    said = capsys.readouterr().err.splitlines()
-    assert [line for line in said if line.startswith("headstart: error:")] == said[:1]
-    assert CASES[case].says in " ".join(said) and "Traceback" not in " ".join(said)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if line.startswith("headstart: error:")] == lines[:1]
+    assert CASES[case].says in " ".join(lines) and "Traceback" not in " ".join(lines)
 
 
 @pytest.mark.slow
-def test_every_alias_names_its_family() -> None:
+def test_aliases_name_their_family() -> None:
     assert family_named("glm4moe") is family_of("glm4_moe") and family_named("deepseek2") is family_of("deepseek_v3")
     assert family_named("qwen35moe") is family_of("qwen3_5_moe") and not any(map(is_known, DESCRIBED))
 
 
-def mimos(family: str, **changes: Any) -> SimpleNamespace:
-    """A source for MiMo's layout, with a head that fits; `changes`: in the attention of the first layer."""
+def export_source(family: str, **changes: Any) -> SimpleNamespace:
+    """A source for exporting in MiMo's layout, with a head that fits; `changes` apply to the attention of the first
+    layer."""
     sizes = tiny_model(family).config
     head = SimpleNamespace(spec=HeadSpec(layer=plain_layer(sizes), tap="pre_norm"))
     first = replace(sizes.layers[0], mixer=replace(sizes.layers[0].mixer, **changes))
@@ -211,15 +212,15 @@ def mimos(family: str, **changes: Any) -> SimpleNamespace:
     ("llama", {"rope": None}, "a part of each head is not rotated"),
     ("llama", {"qkv_bias": True}, "its layers are not all"),
 ])  # fmt: skip
-def test_mimos_layout_refuses_what_it_cannot_carry(family: str, changes: dict[str, Any], why: str) -> None:
-    """Whatever the head, which would fit here."""
+def test_mimo_layout_refuses_other_trunks(family: str, changes: dict[str, Any], why: str) -> None:
+    """The head would fit in each case."""
     with pytest.raises(ModelError, match=why):
-        vllm_mimo.check(mimos(family, **changes))
-    vllm_mimo.check(mimos("llama"))
+        vllm_mimo.check(export_source(family, **changes))
+    vllm_mimo.check(export_source("llama"))
 
 
-def test_picked_rows_are_those_rows() -> None:
-    """Rows that are gathered late have the values of rows gathered at once, in FP8 as well."""
+def test_row_subsets_have_the_values_of_taken_rows() -> None:
+    """Rows gathered late equal rows gathered at once, in FP8 as well."""
     rng = np.random.default_rng(0)
     codes = rng.integers(0, 0x70, (300, 130)).astype(np.uint8)
     scales = rng.random((3, 2)).astype(np.float32)
@@ -235,10 +236,10 @@ def test_picked_rows_are_those_rows() -> None:
     np.testing.assert_array_equal(RowSubset(RowSubset(scaled, rows), again).float32(), whole[rows][again])
 
 
-def test_loading_is_told_of(tmp_path: Path) -> None:
-    """Once for each matrix and vector taken, of the trunk and of its MTP module."""
+def test_loading_reports_progress(tmp_path: Path) -> None:
+    """One report for each matrix and vector of the trunk and its MTP module."""
     config, arrays = family_of("qwen3_5").tiny()
-    told: list[tuple[int, int, str]] = []
+    reports: list[tuple[int, int, str]] = []
     settings = EngineConfig(backend="reference", threads=1)
-    model = load_model(str(write_model(tmp_path, config, arrays)), settings, lambda *each: told.append(each))
-    assert len(told) == len(model.weights.used) and {text for *_, text in told} == {"loading, million weights"}
+    model = load_model(str(write_model(tmp_path, config, arrays)), settings, lambda *each: reports.append(each))
+    assert len(reports) == len(model.weights.used) and {text for *_, text in reports} == {"loading, million weights"}

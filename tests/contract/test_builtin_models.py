@@ -1,4 +1,4 @@
-"""The model inside the package, as others read it and as it promises to be."""
+"""The model inside the package: same text in transformers, acceptance of its head, size and model card."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ MOST_BYTES = 6_000_000
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TINY)
-def test_transformers_writes_the_same(name: str) -> None:
+def test_text_equals_transformers(name: str) -> None:
     path = hub.resolve(name)
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     ids = AutoTokenizer.from_pretrained(path)(PROMPT, return_tensors="pt").input_ids
@@ -30,14 +30,14 @@ def test_transformers_writes_the_same(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_its_head_is_often_right(name: str) -> None:
+def test_head_has_a_high_acceptance_length(name: str) -> None:
     llm = LLM(name, EngineConfig(depth=3, max_model_len=512))
     (found,) = llm.generate([PROMPT], SamplingParams(max_tokens=200, ignore_eos=True))
     assert llm.method == "mtp" and found.speculation.acceptance_length > 1.3
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_it_is_small_and_has_a_card(name: str) -> None:
+def test_model_is_small_and_has_a_card(name: str) -> None:
     files = list(Path(hub.resolve(name)).iterdir())
     assert sum(file.stat().st_size for file in files) <= MOST_BYTES
     card = (hub.resolve(name) / "README.md").read_text("utf-8")

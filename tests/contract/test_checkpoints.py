@@ -1,7 +1,6 @@
-"""Tiny models in the forms that people have them in: GGUF, FP8 in blocks, stacked experts, a multimodal wrapper.
+"""Tiny models in published forms: GGUF, FP8 in blocks, stacked experts, a multimodal wrapper.
 
-Each form says the same as the plain safetensors model: logits in float32.
-"""
+Logits in float32 equal those of the plain safetensors model."""
 
 import re
 from dataclasses import replace
@@ -38,7 +37,7 @@ FILES: list[tuple[str, dict[str, Any], bool]] = [
     *((family, changes, True) for family, changes in CHANGES.items()),
     *((family, {}, listed) for family in HYBRID for listed in (True, False)),
     ("lfm2", {}, True), ("lfm2_moe", {}, True),  # short convolutions
-    ("gpt_oss", {"rope_scaling": {**YARN, "truncate": False}}, True),  # files do not say that the ramp is not rounded
+    ("gpt_oss", {"rope_scaling": {**YARN, "truncate": False}}, True),  # files do not state that the ramp is not rounded
 ]  # fmt: skip
 TOKENS = prompt_of(80, 1)
 
@@ -48,7 +47,7 @@ def logits_of(model: Model) -> Tensor:
 
 
 def native_logits(path: Path) -> NDArray[np.float32]:
-    """[T, V] of one pass."""
+    """Logits [T, V] of one pass."""
     engine = make(model_at(path, "native"), backend="native", block_size=16, dtype="float32", drafter="none")
     return np.array(engine.runner.forward([Span(new_sequence(engine, TOKENS), 0, len(TOKENS), len(TOKENS))]).logits)
 
@@ -63,23 +62,23 @@ def tiny(request: pytest.FixtureRequest) -> tuple[dict[str, Any], Arrays]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "changes", "listed"), FILES)
-def test_llama_cpp_files(family: str, changes: dict[str, Any], listed: bool, tmp_path: Path) -> None:
+def test_gguf_files_of_llama_cpp(family: str, changes: dict[str, Any], listed: bool, tmp_path: Path) -> None:
     tiny = family_of(family).tiny(**changes)
     plain = model_at(write_model(tmp_path / "plain", *tiny))
     found = model_at(write_gguf(tmp_path / "model.gguf", *tiny, listed=listed))
     most = 2e-5 if family in (*HYBRID, "lfm2", "lfm2_moe") else 1e-5
     assert float((logits_of(found) - logits_of(plain)).abs().max()) <= most
     if plain.head:
-        assert replace(found.head.spec, layer=None) == replace(plain.head.spec, layer=None)  # eps is float32 there
+        assert replace(found.head.spec, layer=None) == replace(plain.head.spec, layer=None)  # eps: float32
     for name in plain.weights.tensors:
-        if name.startswith("mtp.") and not re.search(r"\.experts\.|\.kv_b_proj", name):  # files have them otherwise
+        if name.startswith("mtp.") and not re.search(r"\.experts\.|\.kv_b_proj", name):  # stored in another form
             both = (each.weights.tensors[name].float32() for each in (found, plain))
             np.testing.assert_array_equal(*both, err_msg=name)
 
 
 @pytest.mark.parametrize("write", [write_model, write_gguf])
-def test_two_mtp_layers_share_the_projection(write: Any, tmp_path: Path) -> None:
-    """Draft step i runs layer i % 2, each with its own block."""
+def test_two_mtp_modules_share_the_projection(write: Any, tmp_path: Path) -> None:
+    """Draft step i runs module i % 2, each with its own block."""
     config, arrays = family_of("qwen3_5").tiny(mtp_num_hidden_layers=2)
     head = model_at(write(tmp_path / "model.gguf", config, arrays)).head
     first, second = head.modules
@@ -99,8 +98,8 @@ def test_quantized_experts_keep_their_values(kind: gguf.GGMLQuantizationType, tm
             np.testing.assert_array_equal(packing.dequantize(matrix, packing.ThreadPool(1)), expected)
 
 
-def test_stacks_in_mxfp4_keep_their_values() -> None:
-    """gpt-oss's blocks [experts, out, groups, 16] and scales, against transformers' own reading."""
+def test_mxfp4_stacks_match_transformers() -> None:
+    """gpt-oss's blocks [experts, out, groups, 16] and scales."""
     rng = np.random.default_rng(0)
     blocks = rng.integers(0, 256, (3, 40, 4, 16), dtype=np.uint8)
     scales = rng.integers(100, 140, (3, 40, 4), dtype=np.uint8)
@@ -117,7 +116,7 @@ def test_stacks_in_mxfp4_keep_their_values() -> None:
 
 
 def blocks_of(array: NDArray[np.float32], size: int) -> tuple[tuple[NDArray[np.uint8], str], NDArray[np.float32]]:
-    """FP8 codes and scales of a matrix; any codes will do, the values are what they say."""
+    """FP8 codes and scales of a matrix; the codes are random, and define the values."""
     rows, columns = array.shape
     rng = np.random.default_rng(rows)
     codes = rng.integers(0, 0x70, array.shape, dtype=np.uint8) | rng.integers(0, 2, array.shape, dtype=np.uint8) << 7
@@ -126,8 +125,11 @@ def blocks_of(array: NDArray[np.float32], size: int) -> tuple[tuple[NDArray[np.u
 
 
 @pytest.mark.slow
-def test_fp8_blocks(tiny: tuple[dict[str, Any], Arrays], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model of the codes' values, written out plainly. Where FP8 meets rows in bfloat16, those round more."""
+def test_fp8_blocks_equal_their_values(
+    tiny: tuple[dict[str, Any], Arrays], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compared with the model of the codes' float values. Paths that multiply FP8 with bfloat16 rows have a larger
+    tolerance."""
     config, arrays = tiny
     size, quantized, plain = 16, {}, {}
     for name, array in arrays.items():
@@ -140,8 +142,8 @@ def test_fp8_blocks(tiny: tuple[dict[str, Any], Arrays], tmp_path: Path, monkeyp
             continue
         quantized[name] = plain[name] = array
     expected = model_at(write_model(tmp_path / "plain", config, plain))
-    told = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [size, size]}}
-    folder = write_model(tmp_path / "fp8", config | told, plain)
+    quantization = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [size, size]}}
+    folder = write_model(tmp_path / "fp8", config | quantization, plain)
     save(folder / "model.safetensors", quantized, {"format": "pt"})
     found = model_at(folder)
     assert float((logits_of(found) - logits_of(expected)).abs().max()) <= 1e-5
@@ -153,7 +155,7 @@ def test_fp8_blocks(tiny: tuple[dict[str, Any], Arrays], tmp_path: Path, monkeyp
     for path, most in ((paths[0], 0.2), (next(each for each in paths if each not in PAIRED), 1e-2)):
         monkeypatch.setattr(native, "paths", lambda portable_bits, path=path: [path])
         ours, theirs = native_logits(folder), native_logits(tmp_path / "plain")
-        assert np.abs(ours - theirs).max() <= most, path  # keys and values are bfloat16, on some paths queries too
+        assert np.abs(ours - theirs).max() <= most, path  # keys and values are bfloat16, on some paths queries as well
 
     bare = {name: each for name, each in quantized.items() if not name.endswith("o_proj.weight_scale_inv")}
     save(folder / "model.safetensors", bare)
@@ -161,8 +163,8 @@ def test_fp8_blocks(tiny: tuple[dict[str, Any], Arrays], tmp_path: Path, monkeyp
         model_at(folder)
 
 
-def test_stacked_experts(tmp_path: Path) -> None:
-    """gate and up in one tensor, as other families publish them."""
+def test_stacked_experts_equal_single_experts(tmp_path: Path) -> None:
+    """gate and up in one tensor, as some families publish them."""
     config, arrays = family_of("glm4_moe").tiny()
     expected = logits_of(model_at(write_model(tmp_path / "plain", config, arrays)))
     count, stacked = config["n_routed_experts"], {}
@@ -182,7 +184,7 @@ def test_stacked_experts(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
-def test_a_checkpoint_says_what_is_recycled(family: str, tmp_path: Path) -> None:
+def test_config_selects_the_recycled_state(family: str, tmp_path: Path) -> None:
     config, arrays = family_of(family).tiny(num_hidden_layers=2)
     for recycled, changes in (("post_norm", {}), ("pre_norm", {"mtp_recycle": "pre_norm"})):
         assert model_at(write_model(tmp_path / recycled, config | changes, arrays)).head.spec.recycle == recycled
@@ -190,8 +192,8 @@ def test_a_checkpoint_says_what_is_recycled(family: str, tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", HYBRID)
-def test_the_text_part_of_a_wrapper(family: str, tmp_path: Path) -> None:
-    """Sizes below text_config, tensors below model.language_model, and a vision part that is not the model's."""
+def test_text_part_of_multimodal_checkpoints(family: str, tmp_path: Path) -> None:
+    """Sizes in text_config, tensors under model.language_model, and a vision part that is ignored."""
     config, arrays = family_of(family).tiny()
     outside = ("model_type", "architectures", "tie_word_embeddings", "eos_token_id", "torch_dtype")
     inner = {key: value for key, value in config.items() if key not in outside}

@@ -1,4 +1,4 @@
-"""Constrained decoding in the one loop: the text is that of plain decoding and satisfies its constraint."""
+"""Constrained decoding: the text equals plain decoding and satisfies the constraint."""
 
 import json
 import re
@@ -59,7 +59,7 @@ def compiler() -> GrammarCompiler:
 
 
 def requests_of(temperature: float) -> list[Request]:
-    """Every kind of constraint, with other sampling parameters each, among requests without one."""
+    """Requests with each kind of constraint and various sampling parameters, among requests without constraints."""
     free, bound = varied_requests(temperature)[:4], []
     for i, ((kind, (spec, _)), extra) in enumerate(zip(SPECS.items(), VARIETY, strict=True)):
         settings = {"name": kind, "seed": i, "temperature": temperature, "max_tokens": 90, **extra}
@@ -81,19 +81,19 @@ def text_of(tokens: list[int]) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", FACTORS["temperature"])
 @pytest.mark.parametrize("agreeing", [False, True])
-def test_texts_satisfy_their_constraints(agreeing: bool, temperature: float) -> None:
+def test_texts_satisfy_the_constraints(agreeing: bool, temperature: float) -> None:
     ends = 0
     for (kind, _), output in plain(temperature, agreeing).items():
         if kind in SPECS and output.finish_reason == "stop":
             assert SPECS[kind][1](text_of(output.tokens)), (kind, text_of(output.tokens))
             ends += 1
-        if kind == "regex":  # nothing can follow: it ends without an end-of-text token
+        if kind == "regex":  # nothing can follow, so the text ends without an end-of-text token
             assert output.finish_reason == "stop" and output.tokens[-1] != EOS
     assert ends >= 3, "most texts ran into max_tokens"
 
 
-def check(model: Model, drafter: str, cell: dict[str, Any], agreeing: bool = False) -> tuple[int, int]:
-    """Run one cell, compare; returns forced tokens and preemptions."""
+def assert_same_as_plain(model: Model, drafter: str, cell: dict[str, Any], agreeing: bool = False) -> tuple[int, int]:
+    """Runs one cell and compares with plain decoding; returns forced tokens and preemptions."""
     engine = make(model, drafter=drafter, **{name: value for name, value in cell.items() if name != "temperature"})
     outputs = run(engine, requests_of(cell["temperature"]))
     assert_same(outputs, plain(cell["temperature"], agreeing))
@@ -106,35 +106,35 @@ def check(model: Model, drafter: str, cell: dict[str, Any], agreeing: bool = Fal
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", [*DRAFTERS, "none"])
-def test_drafting_changes_nothing(drafter: str) -> None:
+def test_drafters_keep_constrained_texts(drafter: str) -> None:
     kinds = ("eagle3", "peagle", "medusa", "draft_model", "block")
     model = headed_model(FAMILY, drafter if drafter in kinds else "mtp")
-    found = [check(model, drafter, cell) for cell in CROWDED]
+    found = [assert_same_as_plain(model, drafter, cell) for cell in CROWDED]
     forced, preemptions = map(sum, zip(*found, strict=True))
     assert preemptions > 0, "no cell ran out of blocks"
     assert forced > 15 * len(CROWDED) if drafter != "none" else forced == 0
 
 
 @pytest.mark.slow
-def test_no_pair_of_settings_changes_anything() -> None:
+def test_pairs_of_settings_keep_constrained_texts() -> None:
     for cell in CELLS:
         if cell not in CROWDED:
-            check(headed_model(FAMILY), "mixed", cell)
+            assert_same_as_plain(headed_model(FAMILY), "mixed", cell)
 
 
 @pytest.mark.slow
-def test_a_head_that_is_often_right_changes_nothing() -> None:
+def test_accepted_drafts_keep_constrained_texts() -> None:
     for cell in CROWDED:
-        check(agreeing_model(FAMILY), "mtp", cell, agreeing=True)
+        assert_same_as_plain(agreeing_model(FAMILY), "mtp", cell, agreeing=True)
 
 
 @pytest.mark.slow
-def test_a_draft_ends_where_the_draft_vocabulary_has_nothing_allowed() -> None:
-    """Half of the ids: many masks leave none of them."""
+def test_draft_ends_if_the_draft_vocabulary_has_no_allowed_token() -> None:
+    """With half of the ids in the draft vocabulary, many masks allow none of them."""
     model = headed_model(FAMILY)
     model = replace(model, head=support.make_head(model, draft_ids=range(0, VOCAB, 2)))
     for cell in CROWDED:
-        check(model, "mtp", cell)
+        assert_same_as_plain(model, "mtp", cell)
 
 
 @pytest.mark.slow
@@ -150,33 +150,39 @@ def test_rejection_keeps_the_constraint(drafter: str) -> None:
 LONG = "the other thing in the ring"
 
 
-def one(drafter: str, text: str, asked: int | None = None, max_tokens: int = 60, **settings: Any) -> Any:
-    """The output of a request that may only say `text`."""
+def constrained_output(
+    drafter: str, text: str, request_depth: int | None = None, max_tokens: int = 60, **settings: Any
+) -> Any:
+    """The output of a request whose only allowed text is `text`."""
     engine = make(headed_model(FAMILY), drafter=drafter, **{"depth": 2, **settings})
     constraint = compiler().compile(GrammarSpec("choice", [text]))
-    return run(engine, [request([5, 6, 7], constraint=constraint, depth=asked, max_tokens=max_tokens)])["r", 0]
+    return run(engine, [request([5, 6, 7], constraint=constraint, depth=request_depth, max_tokens=max_tokens)])["r", 0]
 
 
 @pytest.mark.parametrize("drafter", ["mtp", "ngram"])
-def test_forced_tokens_need_no_pass_of_their_own(drafter: str) -> None:
-    found = one(drafter, LONG)
+def test_forced_tokens_share_a_pass(drafter: str) -> None:
+    found = constrained_output(drafter, LONG)
     assert text_of(found.tokens) == LONG and found.finish_reason == "stop"
     assert (found.stats.emitted, found.stats.forced) == (len(found.tokens), len(found.tokens) - 1)
     assert found.stats.passes == 2, "one for the first token, one for all that follow"
     assert (found.stats.drafts, found.stats.drafted, found.stats.accepted) == (0, 0, 0)
-    narrow = one(drafter, LONG, max_num_batched_tokens=4)
+    narrow = constrained_output(drafter, LONG, max_num_batched_tokens=4)
     assert narrow.tokens == found.tokens and narrow.stats.passes > 4
 
 
-def test_depth_0_forces_nothing_and_drafts_stop_at_max_tokens() -> None:
-    for found in (one("mtp", LONG, asked=0), one("none", LONG), one("mtp", LONG, depth=0)):
+def test_depth_0_disables_forced_tokens_and_drafts_stop_at_max_tokens() -> None:
+    for found in (
+        constrained_output("mtp", LONG, request_depth=0),
+        constrained_output("none", LONG),
+        constrained_output("mtp", LONG, depth=0),
+    ):
         assert found.stats.forced == 0 and found.stats.passes == len(found.tokens)
-    found = one("mtp", LONG, max_tokens=5)
+    found = constrained_output("mtp", LONG, max_tokens=5)
     assert (len(found.tokens), found.finish_reason, found.stats.passes) == (5, "length", 2)
 
 
-def test_prompt_lookup_drafts_only_what_fits() -> None:
-    """In the prompt a letter follows every digit: the constraint lets one pass, or none."""
+def test_prompt_lookup_drafts_only_allowed_tokens() -> None:
+    """In the prompt a letter follows every digit: the constraint allows one letter or none."""
     prompt = compiler()._tokenizer.encode("0ab1ab2ab3ab4ab5ab6ab7ab8ab9ab")
     for pattern, drafted in (("[0-9][2-8]", 0), ("[0-9][a-c][2-8]", 1)):
         engine = make(headed_model(FAMILY), drafter="ngram", depth=4, ngram_min=1)
@@ -187,7 +193,7 @@ def test_prompt_lookup_drafts_only_what_fits() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_min_tokens_gives_way_to_the_grammar(temperature: float) -> None:
+def test_grammar_overrides_min_tokens(temperature: float) -> None:
     (a, b) = compiler()._tokenizer.encode("ab")
 
     def output(spec: GrammarSpec, **params: Any) -> Any:

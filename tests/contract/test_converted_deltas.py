@@ -1,4 +1,5 @@
-"""Families with Kimi delta attention, HY-V4 and MiniMax-M3, as llama.cpp b11434's converter writes them."""
+"""GGUF files of families with Kimi delta attention, HY-V4 and MiniMax-M3, as written by llama.cpp b11434's
+converter."""
 
 import re
 from dataclasses import replace
@@ -79,7 +80,7 @@ def names(arrays: Arrays, config: Config) -> Arrays:
 
 
 def delta_keys(config: Config) -> Config:
-    """What all with Kimi delta attention say."""
+    """Keys common to families with Kimi delta attention."""
     linear = config.get("linear_attn_config") or {}
     rank, rotary = config["kv_lora_rank"], config["qk_rope_head_dim"]
     first = linear.get("full_attn_layers") or [2, 4]
@@ -169,7 +170,7 @@ CONVERTED: dict[str, tuple[Converted, Config]] = {
         Converted("minimax-m3", m3_keys, m3_names, table="kimi-linear"),
         {"shared_intermediate_size": 24, "num_mtp_modules": 0},
     ),
-    # files have one flag where all indexers are full
+    # files have one flag if all indexers are full
     "hy_v4": (
         Converted("hy_v4", hy_keys, names, table="kimi-linear"),
         {"rope_interleave": None, "indexer_types": ["full"] * 3, "num_nextn_predict_layers": 0},
@@ -179,7 +180,7 @@ CONVERTED: dict[str, tuple[Converted, Config]] = {
 
 
 @pytest.mark.parametrize("family", CONVERTED)
-def test_a_converted_file_says_the_same(family: str, tmp_path: Path) -> None:
+def test_converted_file_equals_the_checkpoint(family: str, tmp_path: Path) -> None:
     how, changes = CONVERTED[family]
     config, arrays = family_of(family).tiny(**changes)
     plain = model_at(write_model(tmp_path / "plain", config, arrays))
@@ -190,10 +191,10 @@ def test_a_converted_file_says_the_same(family: str, tmp_path: Path) -> None:
         assert plain.head and replace(found.head.spec, layer=None) == replace(plain.head.spec, layer=None)
 
 
-def test_rotary_pairs_of_hy_v4_are_neighbours_unless_its_config_says_no() -> None:
+def test_hy_v4_rotates_neighbours_unless_disabled() -> None:
     family = family_of("hy_v4")
-    for said, paired in ((None, True), (True, True), (False, False)):
-        for layer in family.read(family.tiny_config(rope_interleave=said)).layers:
+    for setting, paired in ((None, True), (True, True), (False, False)):
+        for layer in family.read(family.tiny_config(rope_interleave=setting)).layers:
             assert isinstance(layer.mixer, MLAConfig)
             assert layer.mixer.interleaved is paired
             assert layer.mixer.indexer is None or layer.mixer.indexer.interleaved is paired

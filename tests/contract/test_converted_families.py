@@ -1,4 +1,4 @@
-"""Families with experts as llama.cpp b11434's converter writes them: names by its own table, keys by its own words."""
+"""Families with experts in GGUF files as written by llama.cpp b11434's converter: its table of names and its keys."""
 
 import re
 from collections.abc import Callable
@@ -33,8 +33,8 @@ SIGMOID = gguf.ExpertGatingFuncType.SIGMOID.value
 
 @dataclass(frozen=True)
 class Converted:
-    """`keys`: what the converter says beside KEYS; `renamed`: what it calls tensors before it looks them up; `modules`:
-    MTP modules, after the trunk's layers; `table`: the architecture whose table of names the released package has."""
+    """`keys`: metadata beside KEYS; `renamed`: tensors under the names that the converter looks up; `modules`: MTP
+    modules after the trunk's layers; `table`: the architecture whose table of names the released package has."""
 
     arch: str
     keys: Callable[[Config], Config]
@@ -174,7 +174,7 @@ def latent_keys(config: Config) -> Config:
 
 
 def latent_names(arrays: Arrays, config: Config) -> Arrays:
-    """kv_b_proj in its two parts, the first the other way round."""
+    """kv_b_proj split into its two parts, the first transposed."""
     found, nope, value = dict[str, Any](), config["qk_nope_head_dim"], config["v_head_dim"]
     for name, array in arrays.items():
         if "kv_b_proj" in name:
@@ -188,7 +188,7 @@ def latent_names(arrays: Arrays, config: Config) -> Arrays:
 
 def sigmoid_keys(config: Config) -> Config:
     scale = config.get("router_scaling_factor") or config["routed_scaling_factor"]
-    silent = config["model_type"] == "hy_v3"  # its tensors alone tell
+    silent = config["model_type"] == "hy_v3"  # stated by tensors only
     return experts(config, "num_experts") | {
         "expert_shared_feed_forward_length": config["moe_intermediate_size"] * config["num_shared_experts"],
         "expert_shared_count": None if silent else config["num_shared_experts"],
@@ -333,9 +333,9 @@ CONVERTED = {
 }
 
 
-SAID: dict[str, Config] = {
+GGUF_CHANGES: dict[str, Config] = {
     "deepseek_v4": {"compress_rates": None, "intermediate_size": 24}, "gemma2": {"query_pre_attn_scalar": 16},
-    "hy_v3": {"first_k_dense_replace": 2},  # the tensors say it
+    "hy_v3": {"first_k_dense_replace": 2},  # stated by tensors only
     "llama4": {"attention_chunk_size": 8192, "floor_scale": 8192, "attn_scale": 0.1},
     "muse_glimmer": {"post_norm_eps": 1e-8}, "step3p5": {"num_key_value_heads": 2},
 }  # fmt: skip
@@ -351,7 +351,7 @@ NEWER = {
 
 
 def new_name(names: gguf.TensorNameMap, name: str) -> str:
-    if name.startswith(("blk.", "output", "token_embd", "per_layer")):  # of a converter with a table of its own
+    if name.startswith(("blk.", "output", "token_embd", "per_layer")):  # converters with a table of their own
         return name
     if found := names.get_name(name, (".weight", ".bias")):
         return str(found)
@@ -365,15 +365,15 @@ def write_converted(path: Path, config: Config, arrays: Arrays, how: Converted) 
     blocks = config["num_hidden_layers"] + how.modules
     table = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == (how.table or how.arch))
     names = gguf.get_tensor_name_map(table, blocks)
-    told = {key: config[ours] for key, ours in KEYS.items()} | how.keys(config) | {"block_count": blocks}
-    told["nextn_predict_layers"] = how.modules or None
+    metadata = {key: config[ours] for key, ours in KEYS.items()} | how.keys(config) | {"block_count": blocks}
+    metadata["nextn_predict_layers"] = how.modules or None
     tensors = {new_name(names, name): array for name, array in stacked(how.renamed(arrays, config)).items()}
-    return write_file(path, how.arch, told, tensors, config["vocab_size"])
+    return write_file(path, how.arch, metadata, tensors, config["vocab_size"])
 
 
 @pytest.mark.parametrize("family", CONVERTED)
-def test_a_converted_file_says_the_same(family: str, tmp_path: Path) -> None:
-    config, arrays = family_of(family).tiny(**SAID.get(family, {}))
+def test_converted_file_equals_the_checkpoint(family: str, tmp_path: Path) -> None:
+    config, arrays = family_of(family).tiny(**GGUF_CHANGES.get(family, {}))
     plain = model_at(write_model(tmp_path / "plain", config, arrays))
     found = model_at(write_converted(tmp_path / "model.gguf", config, arrays, CONVERTED[family]))
     assert float((logits_of(found) - logits_of(plain)).abs().max()) <= 1e-5
@@ -381,7 +381,7 @@ def test_a_converted_file_says_the_same(family: str, tmp_path: Path) -> None:
         return
     assert found.head and plain.head and replace(found.head.spec, layer=None) == replace(plain.head.spec, layer=None)
     for name in plain.weights.tensors:
-        if name.startswith("mtp.") and not re.search(r"\.experts\.|\.kv_b_proj", name):  # files have them otherwise
+        if name.startswith("mtp.") and not re.search(r"\.experts\.|\.kv_b_proj", name):  # stored in another form
             both = (each.weights.tensors[name].float32() for each in (found, plain))
             np.testing.assert_array_equal(*both, err_msg=name)
 
@@ -394,7 +394,7 @@ def test_a_converted_file_says_the_same(family: str, tmp_path: Path) -> None:
         {"compress_ratios": [0, 3, 0, 4]}, {"vocab_size_per_layer_input": None}, {"ngram_size": 17},
     ],
 )  # fmt: skip
-def test_hashes_that_cannot_be_are_refused(changes: Config, tmp_path: Path) -> None:
+def test_invalid_ngram_hashes_are_refused(changes: Config, tmp_path: Path) -> None:
     family = family_of("qwen4_exp")
     path = write_converted(tmp_path / "model.gguf", *family.tiny(), CONVERTED["qwen4_exp"])
     config = open_checkpoint(path).config

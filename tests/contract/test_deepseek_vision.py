@@ -1,5 +1,5 @@
-"""Images of DeepSeek-V4-Flash-Vision-Exp and DeepSeek-V4.1: sizes, blocks, features and logits against a reading of
-public code; the text with drafts is that without."""
+"""Images of DeepSeek-V4-Flash-Vision-Exp and DeepSeek-V4.1: sizes, blocks, features and logits equal a reading of
+public code; drafts keep the text."""
 
 # ruff: noqa: RUF001  (the bars of DeepSeek's markers are U+FF5C)
 
@@ -21,7 +21,7 @@ from gguf_files import written
 from oracles import build_oracle, config_and_tensors
 from readings import DeepseekV41
 from support import family_of, make, model_at, new_folder, request, run
-from test_converted_families import CONVERTED, SAID, write_converted
+from test_converted_families import CONVERTED, GGUF_CHANGES, write_converted
 from test_v4_dspark import KEYS
 from tiny_models import tiny_tokenizer, write_model
 from torch import Tensor, nn
@@ -52,7 +52,7 @@ V4_KEYS = {
     "intermediate_size": "inter_dim", "max_image_tokens": "max_n_token",
 }  # fmt: skip
 IMAGES = {1: random_image(1), 2: random_image(2, 90, 23), 3: random_image(3, 31, 64), 4: random_image(4, 5, 4)}
-WINDOW = 11  # fewer positions than an image has
+WINDOW = 11  # fewer positions than an image
 
 
 def tower_arrays(hidden: int, has_pads: bool) -> dict[str, np.ndarray]:
@@ -105,7 +105,7 @@ def published(family: str, **changes: Any) -> Path:
 
 
 @cache
-def seeing(family: str, backend: str, dtype: str = "float32") -> Model:
+def load_vision_model(family: str, backend: str, dtype: str = "float32") -> Model:
     settings: dict[str, Any] = {"kv_cache_dtype": "float32"} if backend == "native" else {}
     return model_at(published(family), backend, dtype, **settings)
 
@@ -121,7 +121,7 @@ def arrays_of(family: str) -> dict[str, Tensor]:
     return {name: torch.tensor(tensor.float32()).double() for name, tensor in found.items()}
 
 
-def asked(model: Model, seeds: Seq[int], text: str = "What is on it?", **params: Any) -> Request:
+def request_with_images(model: Model, seeds: Seq[int], text: str = "What is on it?", **params: Any) -> Request:
     assert model.tower, model.no_tower
     marked = "".join(f"ab{'c' * i}{MARKER}" for i in range(len(seeds))) + text
     prepared = [model.tower.prepare(IMAGES[seed]) for seed in seeds]
@@ -129,11 +129,11 @@ def asked(model: Model, seeds: Seq[int], text: str = "What is on it?", **params:
     return replace(request(ids, **params), images=images)
 
 
-# The tower, read from DeepSeek's inference/vision.py (as in llama.cpp's tools/mtmd/models/deepseek4v.cpp).
+# The tower after DeepSeek's inference/vision.py (as in llama.cpp's tools/mtmd/models/deepseek4v.cpp).
 
 
 def features_of(arrays: dict[str, Tensor], patches: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Patches [P, 3 * side^2], row by row -> tokens [T, H]."""
+    """Patches [P, 3 * side^2] in row order -> tokens [T, H]."""
     heads, eps = TOWER["num_attention_heads"], 1e-6
 
     def matrix(name: str, x: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ def features_of(arrays: dict[str, Tensor], patches: Tensor, grid: tuple[int, int
     rows, columns = torch.arange(len(x)) // grid[1], torch.arange(len(x)) % grid[1]
     angles = torch.cat((rows[:, None] * frequencies, columns[:, None] * frequencies), 1)[:, None]
 
-    def turned(each: Tensor) -> Tensor:
+    def rotate(each: Tensor) -> Tensor:
         a, b = each.chunk(2, -1)
         return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
 
@@ -157,7 +157,7 @@ def features_of(arrays: dict[str, Tensor], patches: Tensor, grid: tuple[int, int
         q, k, v = (
             each.unflatten(-1, (heads, -1)) for each in matrix(f"{at}.attn.wqkv", norm(f"{at}.norm1", x)).chunk(3, -1)
         )
-        scores = torch.einsum("qhd,khd->hqk", turned(q), turned(k)) * q.shape[-1] ** -0.5
+        scores = torch.einsum("qhd,khd->hqk", rotate(q), rotate(k)) * q.shape[-1] ** -0.5
         x = x + matrix(f"{at}.attn.wo", torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1))
         gate, up = matrix(f"{at}.mlp.w1", norm(f"{at}.norm2", x)).chunk(2, -1)
         x = x + matrix(f"{at}.mlp.w2", silu(gate) * up)
@@ -168,7 +168,7 @@ def features_of(arrays: dict[str, Tensor], patches: Tensor, grid: tuple[int, int
 
 
 def block_of(arrays: dict[str, Tensor], tokens: Tensor, grid: tuple[int, int], position: int, paired: bool) -> Tensor:
-    """The rows of a block that begins at a position, with its leading pads (V4)."""
+    """Rows of a block that begins at `position`, with its leading pads (V4)."""
     start, end, newline = (arrays[f"image_{name}"] for name in ("start", "end", "newline"))
     lines = [[*line, newline] for line in tokens.unflatten(0, grid)]
     if not paired:
@@ -180,8 +180,8 @@ def block_of(arrays: dict[str, Tensor], tokens: Tensor, grid: tuple[int, int], p
     return torch.stack([*[blank] * (3 - position % 4), start, *pairs, *[blank] * (-len(pairs) % 4), end])
 
 
-def in_rows(image: Any) -> Tensor:
-    """Patches of an ImageInput row by row."""
+def patches_in_row_order(image: Any) -> Tensor:
+    """Patches of an ImageInput in row order."""
     side, (height, width) = TOWER["downsample_ratio"], image.patch_grid
     places = [(r, c) for R in range(image.grid[0]) for C in range(image.grid[1])
               for r in range(side * R, side * R + side) for c in range(side * C, side * C + side)
@@ -192,15 +192,15 @@ def in_rows(image: Any) -> Tensor:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_features(family: str, backend: str) -> None:
-    model, arrays, paired = seeing(family, backend), arrays_of(family), family == "deepseek_v4"
+def test_image_features_match_the_reading(family: str, backend: str) -> None:
+    model, arrays, paired = load_vision_model(family, backend), arrays_of(family), family == "deepseek_v4"
     assert model.vision and model.tower, model.no_tower
     encoder, partial_tokens = VisionEncoder(model.backend, model.vision), 0
     for image in [*IMAGES.values(), random_image(5, 200, 200), random_image(6, 333, 7), random_image(7, 7, 333)]:
         (piece,) = model.tower.prepare(image).pieces
         prepared = piece.image
         partial_tokens += any(count % 3 for count in prepared.patch_grid)
-        tokens = features_of(arrays, in_rows(prepared), prepared.patch_grid)
+        tokens = features_of(arrays, patches_in_row_order(prepared), prepared.patch_grid)
         expected = block_of(arrays, tokens, prepared.grid, 0, paired)
         assert piece.count == len(expected) <= TOWER["max_image_tokens"]
         np.testing.assert_allclose(encoder.features(prepared), expected.numpy(), rtol=2e-4, atol=2e-4)
@@ -214,7 +214,7 @@ SIZES_V41 = [(1024, 1024, 1036, 1036), (4000, 500, 3696, 462), (500, 4000, 420, 
 """Width and height of images, and of these resized, by llama.cpp."""
 
 
-def test_sizes_and_blocks() -> None:
+def test_image_sizes_and_blocks_match_llama_cpp() -> None:
     v4 = BlockFormat(max_rows=384, paired=True, max_ratio=8)
     v41 = BlockFormat(max_rows=1024, paired=False)
     for width, height, *expected in SIZES:
@@ -229,32 +229,32 @@ def test_sizes_and_blocks() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_pixels_beside_an_image_are_gray(family: str) -> None:
-    model = seeing(family, "reference")
+def test_images_are_padded_with_gray(family: str) -> None:
+    model = load_vision_model(family, "reference")
     assert model.tower
-    (wide,) = model.tower.prepare(random_image(1, 100, 23)).pieces  # four times as wide as high: squeezed
+    (wide,) = model.tower.prepare(random_image(1, 100, 23)).pieces  # four times as wide as high, so it is squeezed
     (other,) = model.tower.prepare(random_image(1, 57, 33)).pieces
-    edges = [in_rows(each.image).unflatten(0, each.image.patch_grid) for each in (wide, other)]
+    edges = [patches_in_row_order(each.image).unflatten(0, each.image.patch_grid) for each in (wide, other)]
     gray = [(each - (127 / 255 - 0.5) / 0.5).abs().amax(-1) < 1e-6 for each in edges]
     assert not gray[0].any() and other.image.patch_grid == (9, 15)
 
 
-# Logits: transformers' DeepSeek-V4, and the reading of V4.1, with what DeepSeek's inference/model.py says of images.
+# Logits of transformers' DeepSeek-V4 and of the reading of V4.1, extended by DeepSeek's inference/model.py for images.
 
 
 def features_in(model: Model, family: str, one: Request) -> Iterator[tuple[int, Tensor]]:
-    """The first position of each image, and its rows."""
+    """First position and rows of each image."""
     arrays, before = arrays_of(family), None
     for placed in one.images:
         image = placed.image
-        if before is None or before.image is not image or before.end != placed.first:  # else behind its own pads
-            tokens = features_of(arrays, in_rows(image), image.patch_grid)
+        if before is None or before.image is not image or before.end != placed.first:  # else it follows its own pads
+            tokens = features_of(arrays, patches_in_row_order(image), image.patch_grid)
             yield placed.first, block_of(arrays, tokens, image.grid, placed.first, family == "deepseek_v4")
         before = placed
 
 
-class SeeingV41(DeepseekV41):
-    """Attention is that of a text; rows of images get nothing of memories, whose n-grams begin anew behind them."""
+class DeepseekV41WithImages(DeepseekV41):
+    """Image rows get no n-gram memory, and n-grams restart after an image; attention is that of text."""
 
     images: list[tuple[int, Tensor]]
 
@@ -330,27 +330,27 @@ def logits_v4(model: Model, tokens: Tensor, images: list[tuple[int, Tensor]]) ->
     return oracle(tokens[None], attention_mask={"sliding_attention": mask}, use_cache=False).logits[0]
 
 
-def truth(family: str, model: Model, one: Request, monkeypatch: pytest.MonkeyPatch) -> Tensor:
-    """Logits [T, V] of a request's prompt."""
+def expected_logits(family: str, model: Model, one: Request, monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    """Logits [T, V] of the prompt of a request."""
     tokens, images = torch.tensor(one.prompt_ids), [*features_in(model, family, one)]
     if family == "deepseek_v4":
         return logits_v4(model, tokens, images)
     text = json.loads((published(family) / "config.json").read_text())["text_config"]
     numbers = [*normalized_numbers(marked_tokenizer())]
     monkeypatch.setattr(readings, "token_map", lambda vocab: numbers + [0] * (vocab - len(numbers)))
-    reading = SeeingV41(text)
+    reading = DeepseekV41WithImages(text)
     reading.arrays, reading.images = arrays_of(family), images
     return reading.logits(reading.trunk(tokens)[0])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits(family: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = seeing(family, backend)
+def test_logits_match_the_reading(family: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_vision_model(family, backend)
     engine = engine_of(model, drafter="none", kv_blocks=32, max_model_len=256)
-    one = asked(model, [1, 2, 4])
+    one = request_with_images(model, [1, 2, 4])
     with torch.inference_mode():
-        expected = truth(family, model, one, monkeypatch)
+        expected = expected_logits(family, model, one, monkeypatch)
     sequence = Sequence(replace(one, params=replace(one.params, prompt_logprobs=0)), 0, list(one.prompt_ids), 0)
     assert engine.memory.reserve(sequence, len(sequence.tokens))
     logits = model.backend.numpy(engine.runner.forward([Span(sequence, 0, len(sequence.tokens), 1)]).logits)
@@ -359,11 +359,11 @@ def test_logits(family: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_text_is_the_same_in_any_company(family: str) -> None:
-    model = seeing(family, "native")
+def test_texts_are_independent_of_the_batch(family: str) -> None:
+    model = load_vision_model(family, "native")
     cases = [([1], "What?", 0.0), ([2], "What?", 0.8), ([1, 4], "Hm?", 0.0), ([], "no image at all", 0.9)]
     requests = [
-        asked(model, seeds, text, name=str(i), max_tokens=20, temperature=temperature, ignore_eos=True)
+        request_with_images(model, seeds, text, name=str(i), max_tokens=20, temperature=temperature, ignore_eos=True)
         for i, (seeds, text, temperature) in enumerate(cases)
     ]
 
@@ -374,16 +374,16 @@ def test_the_text_is_the_same_in_any_company(family: str) -> None:
     alone = texts(max_num_seqs=1, kv_blocks=16, drafter="none", enable_prefix_caching=False)
     assert texts(max_num_seqs=8, drafter="block", depth=3) == alone
     assert texts(max_num_seqs=8, drafter="ngram", depth=3) == alone
-    for budget in (5, 19, 24):  # less than an image, and cuts inside of it
+    for budget in (5, 19, 24):  # smaller than an image, so images are cut
         assert texts(max_num_batched_tokens=budget, drafter="block", depth=2) == alone
     engine = engine_of(model, max_num_seqs=4, kv_blocks=9, drafter="block", depth=2)
-    for _ in range(2):  # the second time from the prefix cache
+    for _ in range(2):  # the second turn uses the prefix cache
         assert {key: each.tokens for key, each in run(engine, requests).items()} == alone
     assert engine.scheduler.prefix_hits and engine.stats.drafted > 20
 
 
 def write_projector(path: Path, arrays: Arrays) -> None:
-    """The tower as llama.cpp's converter writes it (conversion/deepseek.py, DeepseekV4FlashVisionModel)."""
+    """Writes the tower as llama.cpp's converter (conversion/deepseek.py, DeepseekV4FlashVisionModel)."""
     writer = gguf.GGUFWriter(path, "clip")
     writer.add_clip_projector_type("deepseek4v")
     writer.add_vision_use_silu(True)
@@ -409,8 +409,8 @@ def write_projector(path: Path, arrays: Arrays) -> None:
     written(writer, path)
 
 
-def test_a_projector_file_and_a_text_model_of_llama_cpp(tmp_path: Path) -> None:
-    said = {**SAID["deepseek_v4"], "dspark_block_size": None}
+def test_projector_and_text_files_of_llama_cpp(tmp_path: Path) -> None:
+    said = {**GGUF_CHANGES["deepseek_v4"], "dspark_block_size": None}
     folder = published("deepseek_v4", **said)
     plain, config = model_at(folder), json.loads((folder / "config.json").read_text())
     arrays = {name: each.float32() for name, each in open_checkpoint(folder).tensors.items()}
@@ -422,7 +422,7 @@ def test_a_projector_file_and_a_text_model_of_llama_cpp(tmp_path: Path) -> None:
     write_projector(tmp_path / "mmproj-F32.gguf", tower)
     found = model_at(write_converted(tmp_path / "model.gguf", config, arrays, how))
     assert found.vision and plain.vision, found.no_tower
-    one = asked(plain, [1, 2], max_tokens=12, ignore_eos=True)
+    one = request_with_images(plain, [1, 2], max_tokens=12, ignore_eos=True)
     features = [VisionEncoder(each.backend, each.vision).features(one.images[0].image) for each in (plain, found)]
     np.testing.assert_allclose(*features, rtol=1e-5, atol=1e-5)
     texts = [run(engine_of(each, drafter="ngram"), [one])["r", 0].tokens for each in (plain, found)]
@@ -431,7 +431,7 @@ def test_a_projector_file_and_a_text_model_of_llama_cpp(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_without_what_images_need_reads_text(family: str, tmp_path: Path) -> None:
+def test_model_without_image_tensors_reads_text_only(family: str, tmp_path: Path) -> None:
     assert runs_here(open_checkpoint(published(family)))["vision"] == {"layers": 2, "tokens": 48}
     for without, said in {
         "layers.1.ffn.gate.bias_vl": "tensor layers.1.ffn.gate.bias_vl, which images need, is missing",
@@ -444,11 +444,11 @@ def test_a_model_without_what_images_need_reads_text(family: str, tmp_path: Path
         assert model.tower is None and said in model.no_tower
 
 
-def test_other_preparations_are_refused(tmp_path: Path) -> None:
+def test_unsupported_image_preparation_is_refused(tmp_path: Path) -> None:
     copied(published("deepseek_v41"), tmp_path)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.4] * 3}))
     assert "image_mean is [0.4, 0.4, 0.4]" in model_at(tmp_path).no_tower
-    tower = seeing("deepseek_v41", "reference").tower
+    tower = load_vision_model("deepseek_v41", "reference").tower
     assert tower
     with pytest.raises(UsageError, match="has 0 placeholders"):
         tower.expand([5, 6], [tower.prepare(IMAGES[1])])

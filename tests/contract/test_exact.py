@@ -1,8 +1,7 @@
-"""Every family with every drafter: drafting changes nothing but the speed.
+"""Exactness: every family with every drafter gives the text of plain decoding.
 
-Tiny float64 models. Whatever the depth, batch, chunk size, prefix cache and KV pool, the token ids, ends and logprobs
-are those of plain decoding, and there are no ties to excuse.
-"""
+Tiny float64 models. For any depth, batch, chunk size, prefix cache and KV pool, token ids, ends and logprobs equal
+plain decoding; there are no ties to excuse."""
 
 from dataclasses import replace
 from functools import cache
@@ -47,31 +46,31 @@ CELLS = pairwise({"pair": tuple(CROSSED), **FACTORS})
 
 
 def slow(family: str) -> list[pytest.MarkDecorator]:
-    """One family is quick; the others make the same claim of what their layers do."""
+    """Only one family runs by default; the others repeat its tests for other layers."""
     return [] if family == STRUCTURES[0] else [pytest.mark.slow]
 
 
 @cache
 def plain(kind: str, family: str, temperature: float) -> support.Outputs:
-    """Plain decoding, one request after another; of OTHERS all at once: what company changes is a matter of their
-    layers (test_logits_in_company)."""
+    """Outputs of plain decoding, one request at a time; for OTHERS all at once, since test_logits_in_a_mixed_batch
+    covers effects of the batch."""
     model = {"random": headed_model, "agreeing": agreeing_model}[kind](family)
     room = {"max_num_seqs": 8, "kv_blocks": 200} if family in OTHERS else {"max_num_seqs": 1, "kv_blocks": 16}
     return run(make(model, drafter="none", enable_prefix_caching=False, **room), varied_requests(temperature))
 
 
 def head_kind(drafter: str) -> str:
-    """What a drafter must find at the model."""
+    """The kind of head that a drafter needs."""
     return drafter if drafter in ("eagle3", "peagle", "medusa", "draft_model", "block") else "mtp"
 
 
-def check(kind: str, family: str, drafter: str, cell: dict[str, Any]) -> tuple[int, int]:
-    """Run one cell, compare; returns accepted tokens and preemptions."""
+def assert_same_as_plain(kind: str, family: str, drafter: str, cell: dict[str, Any]) -> tuple[int, int]:
+    """Runs one cell and compares with plain decoding; returns accepted tokens and preemptions."""
     settings = {name: value for name, value in cell.items() if name != "temperature"}
     model = agreeing_model(family) if kind == "agreeing" else headed_model(family, head_kind(drafter))
     engine = make(model, drafter=drafter, **settings)
     requests = varied_requests(cell["temperature"])
-    if cell["max_num_seqs"] == 1:  # one after another takes long: every other request, these or those
+    if cell["max_num_seqs"] == 1:  # one at a time is slow: only every other request
         requests = requests[cell["depth"] == 1 :: 2]
     outputs, expected = run(engine, requests), plain(kind, family, cell["temperature"])
     names = {each.request_id for each in requests}
@@ -81,24 +80,26 @@ def check(kind: str, family: str, drafter: str, cell: dict[str, Any]) -> tuple[i
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "drafter"), [pytest.param(*pair, marks=slow(pair[0])) for pair in PAIRS])
-def test_drafting_changes_nothing(family: str, drafter: str) -> None:
+def test_drafters_keep_the_text(family: str, drafter: str) -> None:
     is_crossed = (family, drafter) in CROSSED
-    totals = [check("random", family, drafter, cell) for cell in (CROWDED if is_crossed else SAMPLED)]
+    totals = [assert_same_as_plain("random", family, drafter, cell) for cell in (CROWDED if is_crossed else SAMPLED)]
     assert not is_crossed or sum(preemptions for _, preemptions in totals) > 0, "no cell ran out of blocks"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "drafter"), CROSSED)
-def test_no_pair_of_settings_changes_anything(family: str, drafter: str) -> None:
+def test_pairs_of_settings_keep_the_text(family: str, drafter: str) -> None:
     for cell in CELLS:
         if cell["pair"] == (family, drafter):
-            check("random", family, drafter, {name: cell[name] for name in FACTORS})
+            assert_same_as_plain("random", family, drafter, {name: cell[name] for name in FACTORS})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [pytest.param(family, marks=slow(family)) for family in (*STRUCTURES, *MIXERS)])
-def test_a_head_that_is_often_right_changes_nothing(family: str) -> None:
-    totals = [check("agreeing", family, "mtp", cell) for cell in (CROWDED if family in STRUCTURES else SAMPLED)]
+def test_accepted_drafts_keep_the_text(family: str) -> None:
+    totals = [
+        assert_same_as_plain("agreeing", family, "mtp", cell) for cell in (CROWDED if family in STRUCTURES else SAMPLED)
+    ]
     assert sum(accepted for accepted, _ in totals) > 25 * len(totals)
     assert sum(preemptions for _, preemptions in totals) > 0
 
@@ -115,7 +116,7 @@ SPECS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("agreeing", [False, True])
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS.keys())
-def test_every_kind_of_head_changes_nothing(spec: HeadSpec, agreeing: bool) -> None:
+def test_heads_of_every_form_keep_the_text(spec: HeadSpec, agreeing: bool) -> None:
     kind = "agreeing" if agreeing else "random"
     model = (agreeing_model if agreeing else headed_model)(PLAIN_FAMILY)
     vocabulary = range(0, support.VOCAB, 2) if agreeing else None
@@ -126,7 +127,7 @@ def test_every_kind_of_head_changes_nothing(spec: HeadSpec, agreeing: bool) -> N
         assert engine.stats.drafted > 100
 
 
-def test_a_head_with_no_module_for_a_depth_refuses_it() -> None:
+def test_depth_beyond_the_modules_is_refused() -> None:
     model = headed_model(PLAIN_FAMILY)
     model = replace(model, head=support.make_head(model, HeadSpec(num_modules=2)))
     with pytest.raises(UsageError, match="--depth is 3, but drafter mtp goes to 2"):
@@ -141,10 +142,10 @@ def test_a_head_with_no_module_for_a_depth_refuses_it() -> None:
     blocks=st.sampled_from([16, 24, 80]), caching=st.booleans(),
 )  # fmt: skip
 @settings(max_examples=20)
-def test_no_draft_changes_the_text(
+def test_random_drafts_keep_the_text(
     seed: int, error: float, depth: int, temperature: float, batch: int, chunk: int, blocks: int, caching: bool
 ) -> None:
-    """Ragged lengths, junk, or the truth itself: acceptance bookkeeping is right for all of them."""
+    """Ragged lengths, wrong tokens and the true tokens all leave correct acceptance counts."""
     family = STRUCTURES[seed % len(STRUCTURES)]
     truth = plain("random", family, temperature)
     engine = make(
@@ -155,15 +156,15 @@ def test_no_draft_changes_the_text(
     outputs = run(engine, varied_requests(temperature))
     assert_same(outputs, truth)
     assert oracle.released == len(truth)
-    check_stats(outputs, oracle, error)
+    assert_stats_consistent(outputs, oracle, error)
 
 
-def check_stats(outputs: support.Outputs, oracle: OracleDrafter, error: float) -> None:
-    """The counts of drafting add up, and the truth is accepted."""
+def assert_stats_consistent(outputs: support.Outputs, oracle: OracleDrafter, error: float) -> None:
+    """Checks that counts add up, and that true drafts are accepted."""
     for output in outputs.values():
         stats = output.stats
         assert stats.emitted == len(output.tokens) and stats.accepted == sum(stats.per_position)
         assert stats.drafted == sum(stats.drafted_at) <= oracle.proposed
         assert stats.per_position == sorted(stats.per_position, reverse=True) and stats.passes >= stats.drafts
-        if error == 0:  # a draft may run on past the end of the text, and only there be wrong
+        if error == 0:  # a draft may run past the end of the text, and be wrong only there
             assert stats.drafted - stats.accepted <= 8 and stats.emitted <= stats.passes + stats.accepted

@@ -1,8 +1,7 @@
-"""Every family of the registry against an independent implementation, on tiny random models.
+"""Every family of the registry compared with an independent implementation, on tiny random models.
 
-The trunk: transformers, in float32. Native MTP heads: a plain torch restatement of the published formula, in float64.
-A new family that transformers knows is tested with no edit here; any other one has a row in family_rows.py.
-"""
+Trunks: transformers, in float32. Native MTP modules: a plain torch implementation of the published formula, in float64.
+A new family that transformers knows needs no change here; other families have a row in family_rows.py."""
 
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -51,7 +50,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "rope parameters of transformers 5": {"rope_parameters": {**LLAMA3, "rope_theta": 5000.0}, "rope_theta": None},
 }
 OF_KIND: dict[str, dict[str, Any]] = {
-    "rope linear, older key": {},  # of the older key and of `truncate` transformers 5.23 does not know here
+    "rope linear, older key": {},  # transformers 5.23 does not support the older key and `truncate` here
     "rope yarn, own scale, not rounded": {"rope_scaling": {**YARN, "attention_factor": 1.3}},
     "rope parameters of transformers 5": {
         "rope_parameters": {
@@ -70,8 +69,8 @@ def changes_of(family: str, variant: str) -> dict[str, Any]:
     return changes | ({"mlp_bias": True} if (family, variant) == ("llama", "biases") else {})
 
 
-def says_something(family: str, variant: str) -> bool:
-    """Is it the family as it is, or a config that differs from that?"""
+def changes_the_config(family: str, variant: str) -> bool:
+    """Whether the variant is the unchanged family or a config that differs from it."""
     tiny, changes = family_of(family).tiny_config(), changes_of(family, variant)
     return variant == "as it is" or any(tiny.get(key, key) != value for key, value in changes.items())
 
@@ -82,13 +81,13 @@ CASES = [
     for variant in {**VARIANTS, **row_of(family).variants}
     if (row_of(family).is_whole or variant not in ONCE)
     and not {variant, *VARIANTS.get(variant, {})} & {*row_of(family).excluded}
-    and says_something(family, variant)
+    and changes_the_config(family, variant)
 ]
 LENGTH = 90  # beyond the original context of the scaled ropes
 
 
-def changed(changes: dict[str, Any]) -> dict[str, Any]:
-    """Hashable arguments for tiny_model's cache."""
+def hashable(changes: dict[str, Any]) -> dict[str, Any]:
+    """Arguments made hashable for tiny_model's cache."""
     frozen = {dict: _Frozen, list: _FrozenList}
     return {key: frozen.get(type(value), lambda same: same)(value) for key, value in changes.items()}
 
@@ -104,7 +103,7 @@ class _FrozenList(list[Any]):
 
 
 def logits_in_chunks(engine: Engine, tokens: Seq[int], first: int, chunk: int) -> Tensor:
-    """Logits [T, V] of all positions: of the first few at once, then chunk by chunk."""
+    """Logits [T, V] of all positions: the first `first` in one pass, then chunk by chunk."""
     sequence, start, pieces = new_sequence(engine, tokens), 0, []
     while start < len(tokens):
         length = min(chunk if start else first, len(tokens) - start)
@@ -116,7 +115,7 @@ def logits_in_chunks(engine: Engine, tokens: Seq[int], first: int, chunk: int) -
 
 
 def assert_logits(model: Model, tokens: Seq[int], expected: Tensor, *splits: tuple[int, int], **settings: Any) -> None:
-    """Those of passes of so many rows first, and then of so many each, are the expected ones."""
+    """Compares logits for each split (rows of the first pass, rows of later passes) with the expected logits."""
     assert expected.std() > 0.3, "logits too small for the tolerance to mean anything"
     engine = make(model, dtype="float32", drafter="none", **settings)
     for first, chunk in splits:
@@ -125,9 +124,9 @@ def assert_logits(model: Model, tokens: Seq[int], expected: Tensor, *splits: tup
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "variant"), CASES)
-def test_logits_are_those_of_transformers(family: str, variant: str) -> None:
-    """In chunks; as it is also in one pass, in many small ones, and row by row."""
-    model = tiny_model(family, dtype="float32", **changed(changes_of(family, variant)))
+def test_logits_match_transformers(family: str, variant: str) -> None:
+    """In chunks; the unchanged family also in one pass, in many small passes, and row by row."""
+    model = tiny_model(family, dtype="float32", **hashable(changes_of(family, variant)))
     tokens = [token % model.config.vocab_size for token in prompt_of(LENGTH, 5)]
     expected = logits_of_oracle(oracle_of(family, model), tokens)
     if variant != "as it is":
@@ -139,11 +138,11 @@ def test_logits_are_those_of_transformers(family: str, variant: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_in_company(family: str) -> None:
-    """One pass with prefill, a chunk and single rows of several sequences gives each its own logits."""
+def test_logits_in_a_mixed_batch(family: str) -> None:
+    """One pass with prefill, a chunk and single rows of several sequences."""
     model = tiny_model(family, dtype="float32")
     engine = make(model, dtype="float32", drafter="none", max_model_len=512, kv_blocks=200)
-    # spans and contexts on both sides of where the reference backend parts its groups
+    # spans and contexts on both sides of the reference backend's group boundaries
     lengths = ((60, 0), (33, 12), (9, 8), (300, 290), (129, 128), (257, 200), (128, 124))
     oracle, parts = oracle_of(family, model), [(prompt_of(length, length), start) for length, start in lengths]
     spans, expected = [], []
@@ -156,7 +155,7 @@ def test_logits_in_company(family: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_text_is_that_of_transformers(family: str) -> None:
+def test_greedy_text_matches_transformers(family: str) -> None:
     model, prompt = tiny_model(family, dtype="float32"), prompt_of(12, 8)
     engine = make(model, dtype="float32", drafter="auto", depth=3, max_model_len=256)
     tokens = run(engine, [request(prompt, max_tokens=24, stops=())])["r", 0].tokens
@@ -166,8 +165,8 @@ def test_greedy_text_is_that_of_transformers(family: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_arithmetic_is_near(family: str) -> None:
-    # rounding decides at the edge of what an indexer chooses: that edge should not be half of what a row sees
+def test_bfloat16_logits_are_close(family: str) -> None:
+    # rounding decides at the edge of an indexer's selection, which must be a small part of the visible positions
     wide = {"index_topk": 72, "candidate_topk_blocks": 24}
     changes = {key: value for key, value in wide.items() if key in family_of(family).small}
     model, tokens = tiny_model(family, dtype="bfloat16", **changes), prompt_of(LENGTH, 5)
@@ -180,7 +179,7 @@ def test_bfloat16_arithmetic_is_near(family: str) -> None:
 
 @pytest.mark.parametrize("layers", [2, 3])  # one layer has the window; none has it
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_windows_of_the_last_layers(family: str, layers: int) -> None:
+def test_windows_of_the_last_layers_match_transformers(family: str, layers: int) -> None:
     changes = {"use_sliding_window": True, "sliding_window": 9}
     model = tiny_model(family, dtype="float32", **changes, max_window_layers=layers)
     tokens = prompt_of(LENGTH, 5)
@@ -189,18 +188,18 @@ def test_windows_of_the_last_layers(family: str, layers: int) -> None:
 
 def test_unknown_rope_is_refused() -> None:
     with pytest.raises(ModelError, match="rope scaling type 'spiral'"):
-        tiny_model(FAMILIES[0], **changed({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}))
+        tiny_model(FAMILIES[0], **hashable({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}))
 
 
 MTP_FAMILIES = [name for name, row in ROWS.items() if row.mtp]
 
 
 def expected_draft_logits(family: str, states: Tensor, tokens: Seq[int], length: int, depth: int) -> list[Tensor]:
-    """Draft logits [V] of steps 1 .. depth after `length` tokens, each step fed the true token; `states`: the trunk's
-    behind all tokens."""
+    """Draft logits [V] of steps 1 .. depth after `length` tokens, with true tokens as inputs; `states` are the trunk's
+    for all tokens."""
     oracle, order = mtp_oracle(family), ROWS[family].modules or (0,) * depth
     recycled = hidden = states[: length - 1]
-    drafted: list[Any] = [([], []) for _ in range(max(order) + 1)]  # rows and tokens behind the true pairs
+    drafted: list[Any] = [([], []) for _ in range(max(order) + 1)]  # rows and tokens after the true pairs
     logits: list[Tensor] = []
     for step in range(depth):
         rows, ids = drafted[order[step]]
@@ -212,8 +211,8 @@ def expected_draft_logits(family: str, states: Tensor, tokens: Seq[int], length:
     return logits
 
 
-class Forced:
-    """Stands in for Runner.draw: keeps the logits, draws the true tokens."""
+class ForcedDraw:
+    """Replaces Runner.draw: records logits and returns the true tokens."""
 
     def __init__(self, truth: Seq[int]) -> None:
         self.truth = truth
@@ -238,15 +237,15 @@ def test_every_mtp_family_has_an_oracle() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", MTP_FAMILIES)
 def test_draft_logits_of_a_growing_sequence(family: str) -> None:
-    """Teacher-forced drafts at every length; each round catches up what the last one added."""
+    """Drafts with true tokens at every length; each round fills the pairs added since the last."""
     model, tokens = mtp_oracle(family).model, prompt_of(22, 3)
     states = mtp_oracle(family).trunk_states(tokens)
     engine = make(model, drafter="mtp", depth=3)
-    engine.runner.draw = forced = Forced(tokens)
+    engine.runner.draw = forced = ForcedDraw(tokens)
     sequence = new_sequence(engine, tokens, 2)
     for length in range(2, len(tokens) - 3):
         if length % 5 == 0:
-            continue  # two tokens at once, as after an accepted draft
+            continue  # two new tokens at once, as after an accepted draft
         sequence.tokens = list(tokens[:length])
         engine.runner.forward([Span(sequence, sequence.num_computed, length - 1 - sequence.num_computed, 0)])
         sequence.num_computed = length - 1
@@ -259,20 +258,20 @@ def test_draft_logits_of_a_growing_sequence(family: str) -> None:
 @pytest.mark.parametrize("budget", [17, 512])
 @pytest.mark.parametrize("family", [name for name in MTP_FAMILIES if name in FAMILIES])
 def test_draft_logits_of_a_ragged_batch(family: str, budget: int) -> None:
-    """Sequences of many lengths and depths in one round, long ones caught up in chunks."""
+    """Sequences of many lengths and depths in one round; long ones are filled in chunks."""
     model, tokens = mtp_oracle(family).model, prompt_of(50, 4)
     states = mtp_oracle(family).trunk_states(tokens)
     engine = make(model, drafter="mtp", depth=3, max_num_batched_tokens=budget)
-    engine.runner.draw = forced = Forced(tokens)
+    engine.runner.draw = forced = ForcedDraw(tokens)
     rounds = ((2, 3), (3, 1), (17, 2), (18, 3), (19, 4), (44, 2))
-    asked = [DraftRequest(new_sequence(engine, tokens, length, length - 1), depth) for length, depth in rounds]
-    engine.drafting.drafter.propose(asked)
+    requests = [DraftRequest(new_sequence(engine, tokens, length, length - 1), depth) for length, depth in rounds]
+    engine.drafting.drafter.propose(requests)
     assert len(forced.seen) == sum(depth for _, depth in rounds)
-    for (length, depth), each in zip(rounds, asked, strict=True):
-        # with states the newest pair is computed again
+    for (length, depth), each in zip(rounds, requests, strict=True):
+        # with recurrent states the newest pair is computed again
         assert each.sequence.filled[0] == length - bool(model.head.modules[0].block.state_specs)
         forced.check(length, expected_draft_logits(family, states, tokens, length, depth))
 
 
-def test_vocabulary_of_the_tests() -> None:
+def test_tiny_models_share_a_vocabulary_size() -> None:
     assert all(family_of(name).tiny()[0]["vocab_size"] == VOCAB for name in FAMILIES)

@@ -1,4 +1,4 @@
-"""Keys and tensors of GGUF files: read, known to change nothing, or refused by name."""
+"""Keys and tensors of GGUF files are read, ignored if they have no effect, or refused by name."""
 
 from collections.abc import Callable
 from functools import partial
@@ -56,25 +56,25 @@ def add_all(tensors: Arrays, writer: gguf.GGUFWriter) -> None:
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_a_key_changes_is_refused_by_name(case: str, tmp_path: Path) -> None:
+def test_unsupported_keys_are_refused_by_name(case: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=REFUSED[case][1]):
         load(tmp_path / "model.gguf", REFUSED[case][0])
 
 
 @pytest.mark.parametrize("case", TENSORS)
-def test_a_tensor_that_nobody_takes_is_refused(case: str, tmp_path: Path) -> None:
-    (tensors, said), path = TENSORS[case], tmp_path / "model.gguf"
-    with pytest.raises(ModelError, match=said):
+def test_unknown_tensors_are_refused(case: str, tmp_path: Path) -> None:
+    (tensors, message), path = TENSORS[case], tmp_path / "model.gguf"
+    with pytest.raises(ModelError, match=message):
         load(path, partial(add_all, tensors))
 
 
 @pytest.mark.parametrize("case", HARMLESS)
-def test_what_changes_nothing_is_let_through(case: str, tmp_path: Path) -> None:
+def test_keys_without_effect_are_accepted(case: str, tmp_path: Path) -> None:
     load(tmp_path / "model.gguf", HARMLESS[case])
 
 
-def test_what_a_file_says_can_stand_in_a_config_json(tmp_path: Path) -> None:
-    """As in a copy in another format."""
+def test_config_of_a_gguf_file_is_readable_as_config_json(tmp_path: Path) -> None:
+    """As in a copy converted to another format."""
     found, path = family_of("llama"), tmp_path / "model.gguf"
     write_gguf(path, *found.tiny())
     found.read(gguf_format.open_checkpoint(path).config)

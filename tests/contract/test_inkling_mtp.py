@@ -1,5 +1,5 @@
-"""Inkling's MTP modules: blocks with convolutions, whose states the draft network keeps beside the trunk's; several
-are a chain."""
+"""Inkling's MTP modules: blocks with convolutions, whose states the draft network keeps apart from the trunk's; several
+modules form a chain."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 from family_rows import ROWS
 from oracles import MTPOracle
 from support import Outputs, family_of, make, model_at, new_sequence, prompt_of, request, run
-from test_families import Forced, changed
+from test_families import ForcedDraw, hashable
 from tiny_models import write_model
 from torch import Tensor
 
@@ -19,15 +19,15 @@ from headstart.drafters.base import DraftRequest
 MTP = {"num_nextn_predict_layers": 1, "local_layer_ids": [0], "chain_hidden_post_norm": False}
 
 
-class Modules(MTPOracle):
-    """Modules, of which those in `local` have windows."""
+class InklingModules(MTPOracle):
+    """MTP modules; those listed in `local` have windows."""
 
     def __init__(self, modules: int, local: list[int], *, norm: bool) -> None:
         module, self.local = ROWS["inkling"].mtp, local
         assert module
-        told = {"num_nextn_predict_layers": modules, "local_layer_ids": local, "chain_hidden_post_norm": norm}
+        mtp_config = {"num_nextn_predict_layers": modules, "local_layer_ids": local, "chain_hidden_post_norm": norm}
         module = replace(module, norm="model.mtp.chain_norm" if norm else "")
-        super().__init__("inkling", module, **changed({"mtp_config": told}))
+        super().__init__("inkling", module, **hashable({"mtp_config": mtp_config}))
 
     def _build_module(self, module: int) -> Any:
         local = [0] if module in self.local else []
@@ -36,13 +36,13 @@ class Modules(MTPOracle):
 
 
 def test_drafts_with_full_attention_and_a_norm_after_the_block() -> None:
-    oracle = Modules(1, [], norm=True)
+    oracle = InklingModules(1, [], norm=True)
     tokens = prompt_of(40, 3)
     states = oracle.trunk_states(tokens)
     engine = make(oracle.model, drafter="mtp", depth=2)
-    engine.runner.draw = forced = Forced(tokens)
+    engine.runner.draw = forced = ForcedDraw(tokens)
     sequence = new_sequence(engine, tokens, 2)
-    for length in (2, 3, 5, 21, 22, 35):  # a token at once, several, more than the convolutions see
+    for length in (2, 3, 5, 21, 22, 35):  # one new token, several, and more than the convolutions see
         sequence.tokens = list(tokens[:length])
         engine.runner.forward([Span(sequence, sequence.num_computed, length - 1 - sequence.num_computed, 0)])
         sequence.num_computed = length - 1
@@ -56,7 +56,7 @@ def test_drafts_with_full_attention_and_a_norm_after_the_block() -> None:
 
 def chained_logits(oracle: MTPOracle, states: Tensor, tokens: list[int], length: int, depth: int) -> list[Tensor]:
     """Draft logits [V] of each step after `length` tokens, as vLLM's speculator computes them: module i runs over all
-    positions, on module i - 1's outputs and the tokens i positions further on."""
+    positions, on the outputs of module i - 1 and the tokens i positions ahead."""
     hidden, found = states[: length - 1], []
     for module in range(depth):
         logits, hidden = oracle.forward(hidden, tokens[1 + module : length + module], module)
@@ -66,11 +66,11 @@ def chained_logits(oracle: MTPOracle, states: Tensor, tokens: list[int], length:
 
 @pytest.mark.parametrize(("local", "norm"), [([0, 2], True), ([], False)])
 def test_draft_logits_of_a_chain(local: list[int], norm: bool) -> None:
-    oracle = Modules(3, local, norm=norm)
+    oracle = InklingModules(3, local, norm=norm)
     tokens = prompt_of(40, 3)
     states = oracle.trunk_states(tokens)
     engine = make(oracle.model, drafter="mtp", depth=3)
-    engine.runner.draw = forced = Forced(tokens)
+    engine.runner.draw = forced = ForcedDraw(tokens)
     sequence = new_sequence(engine, tokens, 2)
     for length, depth in ((2, 3), (3, 1), (4, 2), (7, 3), (7, 3), (8, 3), (21, 1), (22, 1), (24, 3), (35, 3)):
         sequence.tokens = list(tokens[:length])
@@ -84,32 +84,32 @@ def test_draft_logits_of_a_chain(local: list[int], norm: bool) -> None:
 
 @pytest.mark.parametrize("budget", [7, 512])
 def test_draft_logits_of_a_chain_over_a_ragged_batch(budget: int) -> None:
-    """Sequences of many lengths and depths in one round, long ones caught up in chunks."""
-    oracle = Modules(3, [1], norm=True)
+    """Sequences of many lengths and depths in one round; long ones are filled in chunks."""
+    oracle = InklingModules(3, [1], norm=True)
     tokens = prompt_of(50, 4)
     states = oracle.trunk_states(tokens)
     engine = make(oracle.model, drafter="mtp", depth=3, max_num_batched_tokens=budget)
-    engine.runner.draw = forced = Forced(tokens)
+    engine.runner.draw = forced = ForcedDraw(tokens)
     rounds = ((2, 3), (3, 1), (17, 2), (18, 3), (19, 1), (44, 2))
-    asked = [DraftRequest(new_sequence(engine, tokens, length, length - 1), depth) for length, depth in rounds]
-    engine.drafting.drafter.propose(asked)
+    requests = [DraftRequest(new_sequence(engine, tokens, length, length - 1), depth) for length, depth in rounds]
+    engine.drafting.drafter.propose(requests)
     assert len(forced.seen) == sum(depth for _, depth in rounds)
     for length, depth in rounds:
         forced.check(length, chained_logits(oracle, states, tokens, length, depth))
 
 
-def drafts(path: Path, backend: str, **settings: Any) -> Outputs:
+def run_with_drafts(path: Path, backend: str, **settings: Any) -> Outputs:
     requests = [request(prompt_of(30, 7)[: 10 + 7 * i], name=str(i), max_tokens=30) for i in range(3)]
     return run(make(model_at(path, backend), drafter="mtp", depth=3, block_size=16, **settings), requests)
 
 
 @pytest.mark.parametrize("backend", ["reference", "native"])
 @pytest.mark.parametrize("modules", [1, 3])
-def test_texts_with_drafts(tmp_path: Path, backend: str, modules: int) -> None:
-    told = {"num_nextn_predict_layers": modules, "local_layer_ids": [0, 2], "chain_hidden_post_norm": modules > 1}
-    path = write_model(tmp_path / "model", *family_of("inkling").tiny(mtp_config=told))
-    found = drafts(path, backend)
-    uncached = drafts(path, backend, enable_prefix_caching=False)
+def test_drafts_keep_the_text(tmp_path: Path, backend: str, modules: int) -> None:
+    mtp_config = {"num_nextn_predict_layers": modules, "local_layer_ids": [0, 2], "chain_hidden_post_norm": modules > 1}
+    path = write_model(tmp_path / "model", *family_of("inkling").tiny(mtp_config=mtp_config))
+    found = run_with_drafts(path, backend)
+    uncached = run_with_drafts(path, backend, enable_prefix_caching=False)
     plain = run(make(model_at(path, backend), drafter="none", block_size=16), [
         request(prompt_of(30, 7)[: 10 + 7 * i], name=str(i), max_tokens=30) for i in range(3)
     ])  # fmt: skip
@@ -118,7 +118,7 @@ def test_texts_with_drafts(tmp_path: Path, backend: str, modules: int) -> None:
     assert model_at(path, backend).config.num_mtp == modules
 
 
-def test_an_incomplete_file_is_served_without_its_module(tmp_path: Path) -> None:
+def test_incomplete_module_leaves_the_trunk_served(tmp_path: Path) -> None:
     config, arrays = family_of("inkling").tiny(mtp_config=MTP)
     del arrays["model.mtp.layers.0.input_proj.weight"]
     model = model_at(write_model(tmp_path / "model", config, arrays))

@@ -1,7 +1,7 @@
-"""`inspect` and loading are one decision: what is alive loads with its head, what is broken is refused in the same
-words. Every family with MTP modules that runs, in safetensors and in GGUF: whole, and with each tensor of a module
-gone or of another shape. Families that do not run, and config keys that no family knows, are refused in the same words
-too."""
+"""`inspect` and loading decide alike: a head reported alive loads, a broken head is refused with the same message.
+
+Covers every running family with MTP modules, in safetensors and GGUF: whole, and with each tensor of a module missing
+or of another shape; also families that do not run, and unknown config keys."""
 
 import json
 import re
@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from gguf_files import ARCH, write_gguf, written
 from support import ALL_FAMILIES, family_of, model_at
-from test_converted_families import CONVERTED, SAID, write_converted
+from test_converted_families import CONVERTED, GGUF_CHANGES, write_converted
 from tiny_models import write_model
 
 from headstart.errors import ModelError
@@ -35,12 +35,12 @@ from headstart.tools.inspect.run import InspectOptions
 Config = dict[str, Any]
 FAMILIES = [name for name in ALL_FAMILIES if family_of(name).head]
 WRAPPERS = ("", "model.", "model.language_model.", "language_model.model.")
-LATER_EXPERTS = re.compile(r"experts\.[1-9]")  # are like the first
+LATER_EXPERTS = re.compile(r"experts\.[1-9]")  # equal to the first expert
 
 
-def same_decision(path: Path, *expected: str) -> dict[str, Any]:
-    """Asserts that inspect and loading agree on a checkpoint whose config and trunk are sound, and that the verdict is
-    one of `expected`. Returns the report of the heads."""
+def assert_same_decision(path: Path, *expected: str) -> dict[str, Any]:
+    """Checks that inspect and loading agree on a checkpoint with a valid config and trunk, with a verdict in
+    `expected`. Returns the report of the heads."""
     report = inspect.run(InspectOptions(model=str(path)))
     heads: dict[str, Any] = report.data["heads"]
     verdict = heads["verdict"]
@@ -59,8 +59,8 @@ def same_decision(path: Path, *expected: str) -> dict[str, Any]:
     return heads
 
 
-def same_refusal(path: Path, *parts: str) -> str:
-    """Asserts that inspect and loading refuse to run a checkpoint in the same words, among them `parts`. Returns the
+def assert_same_refusal(path: Path, *parts: str) -> str:
+    """Checks that inspect and loading refuse a checkpoint with the same message, which contains `parts`. Returns the
     hint."""
     here = inspect.run(InspectOptions(model=str(path))).data["here"]
     with pytest.raises(ModelError) as refused:
@@ -70,15 +70,16 @@ def same_refusal(path: Path, *parts: str) -> str:
     return str(here["fix"])
 
 
-def wrapped(arrays: Arrays, wrapper: str) -> Arrays:
-    """Names under another wrapper."""
+def with_prefix(arrays: Arrays, wrapper: str) -> Arrays:
+    """Tensors with the name prefix of another wrapper."""
     heads = {"language_model.model.": "language_model."}.get(wrapper, "")
     names = {name: strip_wrapper(name) for name in arrays}
     return {(heads if new.startswith("lm_head.") else wrapper) + new: arrays[name] for name, new in names.items()}
 
 
 def head_tensors(config: Config, arrays: Arrays) -> list[str]:
-    """All of the first module, and the last one of the others, which are alike. A scale is 1 where it is missing."""
+    """Tensor names of the first module, and the last name of the other modules, which are alike. Scales are left out,
+    since a missing scale is 1."""
     layers = int(config["num_hidden_layers"])
     left_out = re.compile(rf"{LATER_EXPERTS.pattern}|\.global_scale$")
     names = [name for name in arrays if part_of(name, layers) == MTP and not left_out.search(name)]
@@ -89,17 +90,17 @@ def head_tensors(config: Config, arrays: Arrays) -> list[str]:
 
 
 @pytest.mark.parametrize(("family", "wrapper"), [*zip(FAMILIES, cycle(WRAPPERS))])
-def test_a_whole_head_is_alive_and_drafts(family: str, wrapper: str, tmp_path: Path) -> None:
+def test_whole_head_is_alive_and_loads(family: str, wrapper: str, tmp_path: Path) -> None:
     config, arrays = family_of(family).tiny()
-    same_decision(write_model(tmp_path, config, wrapped(arrays, wrapper)), "alive")
+    assert_same_decision(write_model(tmp_path, config, with_prefix(arrays, wrapper)), "alive")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_broken_head_leaves_the_trunk_served(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_broken_head_leaves_the_trunk_served(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config, arrays = family_of(family).tiny()
     lost = head_tensors(config, arrays)[0]
     folder = write_model(tmp_path, config, {name: array for name, array in arrays.items() if name != lost})
-    heads = same_decision(folder, "partial", "stripped")
+    heads = assert_same_decision(folder, "partial", "stripped")
     caplog.clear()
     model = model_at(folder)
     assert model.head is None and lost in model.broken_head
@@ -111,50 +112,50 @@ def test_a_broken_head_leaves_the_trunk_served(family: str, tmp_path: Path, capl
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_head_that_lacks_one_tensor_is_refused_in_the_same_words(family: str, tmp_path: Path) -> None:
-    """Every third tensor of a module, then every other third: each of those that are missing is named."""
+def test_head_with_missing_tensors_is_refused_alike(family: str, tmp_path: Path) -> None:
+    """Each third of a module's tensors in turn; every missing tensor is named."""
     config, arrays = family_of(family).tiny()
     names = head_tensors(config, arrays)
     for first in range(3):
         lost = set(names[first::3])
         folder = write_model(tmp_path / str(first), config, {name: arrays[name] for name in arrays.keys() - lost})
-        same_decision(folder, "partial")
+        assert_same_decision(folder, "partial")
         missing = {each for module in examine(open_checkpoint(folder)).modules for each in module.missing}
-        # a module without this norm takes the trunk's last one
+        # a module without this norm uses the trunk's final norm
         assert missing == {name for name in lost if family != "cohere2_moe" or "shared_head.norm" not in name}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_head_of_another_shape_is_refused_in_the_same_words(family: str, tmp_path: Path) -> None:
-    """Every third tensor of a module, then every other third."""
+def test_head_with_wrong_shapes_is_refused_alike(family: str, tmp_path: Path) -> None:
+    """Each third of a module's tensors in turn."""
     config, arrays = family_of(family).tiny()
     names = head_tensors(config, arrays)
     for first in range(3):
         wide = {name: np.concatenate((arrays[name], arrays[name][..., :1]), axis=-1) for name in names[first::3]}
         folder = write_model(tmp_path / str(first), config, {**arrays, **wide})
-        same_decision(folder, "mismatch")
+        assert_same_decision(folder, "mismatch")
         wrong = [each for module in examine(open_checkpoint(folder)).modules for each in module.wrong_shape]
         expected = {(name, array.shape, arrays[name].shape) for name, array in wide.items()}
         assert {(each.name, each.shape, each.expected) for each in wrong} == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_head_that_is_gone_not_declared_or_at_another_layer(family: str, tmp_path: Path) -> None:
+def test_stripped_undeclared_or_moved_head(family: str, tmp_path: Path) -> None:
     config, arrays = family_of(family).tiny()
     layers = config["num_hidden_layers"]
     trunk = {name: array for name, array in arrays.items() if part_of(name, layers) != MTP}
-    same_decision(write_model(tmp_path / "gone", config, trunk), "stripped", "none")
+    assert_same_decision(write_model(tmp_path / "gone", config, trunk), "stripped", "none")
     moved = {re.sub(rf"layers\.{layers}\.", f"layers.{layers + 1}.", name): array for name, array in arrays.items()}
     if not family_of(family).names.of_modules and config.get("num_nextn_predict_layers") == 1:
-        same_decision(write_model(tmp_path / "moved", config, moved), "mismatch")
+        assert_same_decision(write_model(tmp_path / "moved", config, moved), "mismatch")
     config |= {key: 0 for key in ("num_nextn_predict_layers", *config) if re.match("mtp_num|num_(nextn|mtp)", key)}
     if nested := config.get("mtp_config"):
         config["mtp_config"] = {**nested, "num_nextn_predict_layers": 0}
-    same_decision(write_model(tmp_path / "undeclared", config, arrays), "undeclared")
+    assert_same_decision(write_model(tmp_path / "undeclared", config, arrays), "undeclared")
 
 
-def test_fused_projections_of_a_module_load(tmp_path: Path) -> None:
+def test_fused_projections_of_a_module_are_read(tmp_path: Path) -> None:
     """q, k and v in one matrix, gate and up in one, under a module's own names."""
     config, arrays = family_of("mimo").tiny()
     at = "model.mtp_layers.0."
@@ -164,46 +165,48 @@ def test_fused_projections_of_a_module_load(tmp_path: Path) -> None:
             names = [f"{at}{room}.{part}_proj.{end}" for part in parts]
             if all(name in arrays for name in names):
                 arrays[f"{at}{fused}.{end}"] = np.concatenate([arrays.pop(name) for name in names])
-    same_decision(write_model(tmp_path, config, arrays), "alive")
+    assert_same_decision(write_model(tmp_path, config, arrays), "alive")
 
 
-def test_a_tensor_that_the_head_does_not_have_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_tensor_of_a_head_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     config, arrays = family_of("mimo").tiny()
     arrays["model.mtp_layers.0.surprise.weight"] = np.ones(8, np.float32)
-    same_decision(write_model(tmp_path, config, arrays), "alive")
+    assert_same_decision(write_model(tmp_path, config, arrays), "alive")
     assert "mtp.0.block.surprise.weight" in caplog.text
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_an_unknown_config_key_is_refused_in_the_same_words(family: str, tmp_path: Path) -> None:
+def test_unknown_config_key_is_refused_alike(family: str, tmp_path: Path) -> None:
     config, arrays = family_of(family).tiny()
-    same_refusal(write_model(tmp_path, {**config, "surprise": 7}, arrays), "surprise is 7")
+    assert_same_refusal(write_model(tmp_path, {**config, "surprise": 7}, arrays), "surprise is 7")
 
 
-def test_a_trunk_of_other_tensors_is_refused_in_the_same_words(tmp_path: Path) -> None:
+def test_trunk_with_wrong_tensors_is_refused_alike(tmp_path: Path) -> None:
     config, arrays = family_of("llama").tiny()
     name = "model.layers.1.self_attn.o_proj.weight"
-    same_refusal(write_model(tmp_path / "shape", config, {**arrays, name: arrays[name][:-1]}), "has shape")
-    same_refusal(write_model(tmp_path / "more", config, {**arrays, "surprise": np.ones(8, np.float32)}), "surprise")
+    assert_same_refusal(write_model(tmp_path / "shape", config, {**arrays, name: arrays[name][:-1]}), "has shape")
+    assert_same_refusal(
+        write_model(tmp_path / "more", config, {**arrays, "surprise": np.ones(8, np.float32)}), "surprise"
+    )
     del arrays[name]
-    same_refusal(write_model(tmp_path / "less", config, arrays), "has no tensor")
+    assert_same_refusal(write_model(tmp_path / "less", config, arrays), "has no tensor")
 
 
 @pytest.mark.parametrize("family", sorted(set(ALL_FAMILIES) - set(FAMILIES)))
-def test_a_whole_trunk_without_heads_runs(family: str, tmp_path: Path) -> None:
-    same_decision(write_model(tmp_path, *family_of(family).tiny()), "none")
+def test_trunk_without_a_head_runs(family: str, tmp_path: Path) -> None:
+    assert_same_decision(write_model(tmp_path, *family_of(family).tiny()), "none")
 
 
-def test_a_missing_or_broken_tokenizer_is_refused_in_the_same_words(tmp_path: Path) -> None:
+def test_missing_or_broken_tokenizer_is_refused_alike(tmp_path: Path) -> None:
     path = write_model(tmp_path, *family_of("llama").tiny())
     (path / "tokenizer.json").write_text("{")
-    same_refusal(path, "cannot read", "tokenizer.json")
+    assert_same_refusal(path, "cannot read", "tokenizer.json")
     (path / "tokenizer.json").unlink()
-    same_refusal(path, "has no tokenizer.json")
+    assert_same_refusal(path, "has no tokenizer.json")
 
 
 @pytest.mark.parametrize("name", [name for key, each in DESCRIBED.items() for name in (key, *each.aliases)])
-def test_a_family_that_does_not_run_is_refused_in_the_same_words(name: str, tmp_path: Path) -> None:
+def test_unsupported_family_is_refused_alike(name: str, tmp_path: Path) -> None:
     config, arrays = family_of("llama").tiny(model_type=name)
     config_only = tmp_path / "config only"
     config_only.mkdir()
@@ -213,12 +216,12 @@ def test_a_family_that_does_not_run_is_refused_in_the_same_words(name: str, tmp_
         ("vllm", config_only),
         ("llamacpp", write_gguf_header(tmp_path / "model.gguf", name)),
     ):
-        fix = same_refusal(path, f"{name} models need {known_family(name).unsupported}, which is not supported")
+        fix = assert_same_refusal(path, f"{name} models need {known_family(name).unsupported}, which is not supported")
         assert fix == f"another engine has it: headstart launch {engine} {shlex.quote(str(path))}"
 
 
 def write_gguf_header(path: Path, architecture: str) -> Path:
-    """The least that names a model: sizes and an embedding."""
+    """A minimal file that names a model: sizes and an embedding."""
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in {"block_count": 2, "embedding_length": 8, "attention.head_count": 2}.items():
         writer.add_uint32(f"{architecture}.{key}", value)
@@ -232,21 +235,21 @@ MODULES = [name for name, how in CONVERTED.items() if how.modules]
 
 
 def gguf_writer(family: str) -> Callable[[Path], Path]:
-    config, arrays = family_of(family).tiny(**SAID.get(family, {}))
+    config, arrays = family_of(family).tiny(**GGUF_CHANGES.get(family, {}))
     if family in PLAIN:
         return lambda path: write_gguf(path, config, arrays)
     return partial(write_converted, config=config, arrays=arrays, how=CONVERTED[family])
 
 
-def rewritten(
-    source: Path, target: Path, *, drop: Collection[str] = (), shape: Collection[str] = (), **told: Any
+def rewrite_gguf(
+    source: Path, target: Path, *, drop: Collection[str] = (), shape: Collection[str] = (), **metadata: Any
 ) -> Path:
-    """A copy of a GGUF file without tensors, with some of another shape, or with other values of keys that end so
-    (None: without the key)."""
+    """A copy of a GGUF file without the tensors `drop`, with wider tensors `shape`, and with other values of metadata
+    keys with these endings (None removes the key)."""
     reader = gguf.GGUFReader(source)
     writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
     for key, field in reader.fields.items():
-        value = told.get(key.rpartition(".")[2], field.contents())
+        value = metadata.get(key.rpartition(".")[2], field.contents())
         if not key.startswith(("GGUF.", "general.architecture")) and value is not None:
             sub_type = field.types[-1] if len(field.types) > 1 else None
             writer.add_key_value(key, value, field.types[0], sub_type=sub_type)
@@ -259,7 +262,7 @@ def rewritten(
 
 
 def modules_of(path: Path) -> list[list[str]]:
-    """Names of the tensors of each block that is an MTP module."""
+    """Tensor names of each block that is an MTP module."""
     names = [tensor.name for tensor in gguf.GGUFReader(path).tensors]
     blocks = dict.fromkeys(name.split(".")[1] for name in names if ".nextn." in name)
     return [[name for name in names if name.startswith(f"blk.{block}.")] for block in blocks]
@@ -267,30 +270,30 @@ def modules_of(path: Path) -> list[list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [*PLAIN, *MODULES])
-def test_a_gguf_head_that_lacks_one_tensor_or_has_another_shape(family: str, tmp_path: Path) -> None:
-    """Each tensor of the first module, and the last one of the others, which are alike."""
+def test_gguf_head_with_missing_tensors_or_wrong_shapes(family: str, tmp_path: Path) -> None:
+    """Each tensor of the first module, and the last one of the other modules, which are alike."""
     whole = gguf_writer(family)(tmp_path / "m.gguf")
     first, *others = modules_of(whole)
     names = [*first, *(each[-1] for each in others[-1:])]
-    wide = rewritten(whole, tmp_path / "wide.gguf", shape=names)
-    same_decision(wide, "mismatch")
+    wide = rewrite_gguf(whole, tmp_path / "wide.gguf", shape=names)
+    assert_same_decision(wide, "mismatch")
     wrong = {each.name for module in examine(open_checkpoint(wide)).modules for each in module.wrong_shape}
     assert len(wrong) >= len(names)
     for name in names:
-        heads = same_decision(rewritten(whole, tmp_path / f"{name}.gguf", drop=[name]), "partial")
+        heads = assert_same_decision(rewrite_gguf(whole, tmp_path / f"{name}.gguf", drop=[name]), "partial")
         [ours, *_] = [gguf_name(each) for each in canonical_names([name]).values()]  # of a norm with two names
         assert f" {ours}" in heads["reason"]
 
 
 @pytest.mark.parametrize("family", [*PLAIN, *MODULES])
-def test_a_gguf_head_that_is_whole_not_declared_or_gone(family: str, tmp_path: Path) -> None:
-    """Where the metadata do not declare it the trunk runs; advice names the key, and the file."""
+def test_whole_undeclared_or_stripped_gguf_head(family: str, tmp_path: Path) -> None:
+    """The trunk runs if the metadata do not declare the head; the hint names the key and the file."""
     whole = gguf_writer(family)(tmp_path / "whole.gguf")
-    same_decision(whole, "alive")
+    assert_same_decision(whole, "alive")
     arch = gguf.GGUFReader(whole).fields["general.architecture"].contents()
     for number in (None, 0):
-        path = rewritten(whole, tmp_path / f"{number}.gguf", nextn_predict_layers=number)
-        fix = same_decision(path, "undeclared")["fix"]
+        path = rewrite_gguf(whole, tmp_path / f"{number}.gguf", nextn_predict_layers=number)
+        fix = assert_same_decision(path, "undeclared")["fix"]
         assert f"{arch}.nextn_predict_layers" in fix and f"metadata of {path.name}" in fix and "config.json" not in fix
     drop = [name for names in modules_of(whole) for name in names]
-    same_decision(rewritten(whole, tmp_path / "gone.gguf", drop=drop), "stripped")
+    assert_same_decision(rewrite_gguf(whole, tmp_path / "gone.gguf", drop=drop), "stripped")

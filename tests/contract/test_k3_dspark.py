@@ -1,5 +1,5 @@
-"""Kimi-K3 with its DSpark drafter of latent attention: what it computes equals a reading of vLLM's code, and the text
-is that of plain decoding."""
+"""Kimi-K3 with its DSpark drafter of latent attention: drafts equal a reading of vLLM's code, and the text equals plain
+decoding."""
 
 import json
 from collections.abc import Mapping
@@ -69,27 +69,27 @@ def drafter_at(path: Path, **changes: Any) -> Path:
 
 
 @cache
-def written() -> tuple[Path, Path]:
-    """The tiny checkpoint, and its drafter's directory."""
+def checkpoint_folders() -> tuple[Path, Path]:
+    """Folders of the tiny checkpoint and of its drafter."""
     return write_model(new_folder(), *family_of("kimi_k3").tiny(num_nextn_predict_layers=0)), drafter_at(new_folder())
 
 
 @cache
 def loaded(backend: str = "reference", dtype: str = "float64") -> Model:
     exact: dict[str, Any] = {"kv_cache_dtype": "float32"} if backend == "native" else {}
-    return model_at(written()[0], backend, dtype, head=str(written()[1]), **exact)
+    return model_at(checkpoint_folders()[0], backend, dtype, head=str(checkpoint_folders()[1]), **exact)
 
 
-def unrounded(model: Model) -> Model:
-    """The model with its drafter's matrices as they are in the file: native rounds those that only draft."""
+def with_exact_drafter(model: Model) -> Model:
+    """The model with unrounded matrices of its drafter, which the native backend quantizes by default."""
     assert model.head
-    weights = Weights(read_head(written()[1]).tensors, model.backend, "the file")
+    weights = Weights(read_head(checkpoint_folders()[1]).tensors, model.backend, "the file")
     modules = head_kind("block").modules(weights, model.head.spec, model.config.hidden_size)
     return replace(model, head=replace(model.head, modules=modules))
 
 
-class Drafter:
-    """A reading of vLLM 0.33 `models/kimi_k3/nvidia/dspark_mla.py`, in float64."""
+class ReferenceDrafter:
+    """After vLLM 0.33 `models/kimi_k3/nvidia/dspark_mla.py`, in float64."""
 
     def __init__(self, head: Tensor, embed: Tensor) -> None:
         self.arrays = {name: torch.tensor(each).double() for name, each in random_arrays(shapes(), 7).items()}
@@ -120,7 +120,7 @@ class Drafter:
         return linear(out.flatten(1), self.arrays[f"{at}.o_proj.weight"])
 
     def __call__(self, states: Tensor, anchor: int) -> tuple[Tensor, Tensor]:
-        """Taps [N, taps * H] of positions 0 .. N - 1, the token at N -> (base logits [B, V], y [B, H])."""
+        """From taps [N, taps * H] of positions 0 .. N - 1 and the token at N: base logits [B, V] and y [B, H]."""
         context = self.norm(linear(states, self.arrays["context_proj.weight"]), "context_norm")
         before, positions = torch.arange(len(states)), len(states) + torch.arange(BLOCK_SIZE)
         x = self.embed[[anchor] + [MASK] * (BLOCK_SIZE - 1)]
@@ -144,8 +144,8 @@ class Drafter:
         return tokens[1:], confidences
 
 
-def taps_of(model: Model, tokens: list[int], *, sums: bool) -> tuple[Drafter, Tensor]:
-    """The oracle, and the newest sums or the mixtures behind each target layer, [T, taps * H]."""
+def taps_of(model: Model, tokens: list[int], *, sums: bool) -> tuple[ReferenceDrafter, Tensor]:
+    """The reference drafter, and the newest sums or the mixtures after each target layer, [T, taps * H]."""
     oracle, missing, unexpected = build_oracle("kimi_k3", *config_and_tensors("kimi_k3", model))
     assert not missing and not unexpected
     found: dict[int, Tensor] = {}
@@ -162,15 +162,15 @@ def taps_of(model: Model, tokens: list[int], *, sums: bool) -> tuple[Drafter, Te
         oracle.model.layers[layer].register_forward_hook(keep(layer))
     with torch.no_grad():
         oracle(torch.tensor([tokens]), use_cache=False)
-    drafter = Drafter(oracle.lm_head.weight.data, oracle.get_input_embeddings().weight.data)
+    drafter = ReferenceDrafter(oracle.lm_head.weight.data, oracle.get_input_embeddings().weight.data)
     return drafter, torch.cat([found[each] for each in TARGETS], -1).double()
 
 
 @pytest.mark.parametrize(("backend", "dtype"), [("reference", "float64"), ("native", "float32")])
 @pytest.mark.parametrize(("length", "sums"), [(1, True), (7, True), (40, True), (40, False)])
-def test_what_it_drafts_is_what_public_code_says(backend: str, dtype: str, length: int, sums: bool) -> None:
-    """sums: as this drafter was trained; else as one with grouped queries, which reads mixtures."""
-    model, tokens = unrounded(loaded(backend, dtype)), [1, *prompt_of(length, 5)]
+def test_drafts_match_public_code(backend: str, dtype: str, length: int, sums: bool) -> None:
+    """`sums`: taps of this drafter's training; otherwise mixtures, as drafters with grouped queries read."""
+    model, tokens = with_exact_drafter(loaded(backend, dtype)), [1, *prompt_of(length, 5)]
     assert model.head and isinstance(model.head.spec.tap, SumTaps)
     if not sums:
         model = replace(model, head=replace(model.head, spec=replace(model.head.spec, tap=tuple(model.head.spec.tap))))
@@ -179,7 +179,7 @@ def test_what_it_drafts_is_what_public_code_says(backend: str, dtype: str, lengt
 
 
 @pytest.mark.parametrize(("backend", "dtype"), [("reference", "float64"), ("native", "float32")])
-def test_the_text_is_that_of_plain_decoding(backend: str, dtype: str) -> None:
+def test_drafts_keep_the_text(backend: str, dtype: str) -> None:
     for temperature in (0.0, 1.0):
         how: dict[str, Any] = {"backend": backend, "dtype": dtype, "block_size": 16}
         plain = run(make(loaded(backend, dtype), drafter="none", **how), varied_requests(temperature))
@@ -189,8 +189,8 @@ def test_the_text_is_that_of_plain_decoding(backend: str, dtype: str) -> None:
         assert engine.drafting.drafter.method == "block" and engine.stats.drafted > 20
 
 
-def test_inspect_speaks_of_the_drafter() -> None:
-    report = inspect.run(InspectOptions(model=str(written()[1])))
+def test_inspect_reports_the_drafter() -> None:
+    report = inspect.run(InspectOptions(model=str(checkpoint_folders()[1])))
     assert report.ok and any("DSpark (Kimi-K3's, latent attention)" in line for line in report.lines)
 
 
@@ -198,6 +198,6 @@ def test_inspect_speaks_of_the_drafter() -> None:
     ("mla_use_qk_norm", True, "mla_use_qk_norm True"), ("is_causal", True, "causal blocks of latent attention"),
     ("q_lora_rank", None, "q_lora_rank is None"), ("target_hidden_size", 64, "its trunk's 64"),
 ])  # fmt: skip
-def test_other_drafters_are_refused(key: str, value: Any, said: str, tmp_path: Path) -> None:
+def test_unsupported_drafters_are_refused(key: str, value: Any, said: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=said):
         read_head(drafter_at(tmp_path / "drafter", **{key: value}))

@@ -1,5 +1,5 @@
-"""Ropes whose frequencies transformers chooses by the length of the text: here the context that was asked for decides,
-so that a text does not depend on how it is cut. Logits beyond the original context are transformers'."""
+"""Ropes whose frequencies transformers chooses by text length: headstart chooses them by the configured context, so
+that a text does not depend on chunks. Logits beyond the original context match transformers."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def loaded(variant: str, context: int | None) -> Model:
 
 @pytest.mark.parametrize("variant", LONG)
 @pytest.mark.parametrize(("context", "length"), [(None, SHORT_LENGTH), (LONG_LENGTH, LONG_LENGTH)])
-def test_logits_are_those_of_transformers(variant: str, context: int | None, length: int) -> None:
+def test_logits_match_transformers(variant: str, context: int | None, length: int) -> None:
     model, tokens = loaded(variant, context), prompt_of(length, 5)
     assert model.config.max_length == {None: 64}.get(context, 90 if variant == "dynamic" else 256)
     expected = logits_of_oracle(oracle_of("llama", model), tokens)
@@ -40,13 +40,13 @@ def test_logits_are_those_of_transformers(variant: str, context: int | None, len
 
 
 @pytest.mark.parametrize("variant", LONG)
-def test_beyond_the_first_context_only_when_asked(variant: str) -> None:
+def test_longer_context_requires_max_model_len(variant: str) -> None:
     with pytest.raises(UsageError, match="the model's context is 64"):
         make(loaded(variant, None), dtype="float32", drafter="none", max_model_len=65)
     make(loaded(variant, 65), dtype="float32", drafter="none", max_model_len=65)
 
 
-def test_frequencies_by_context() -> None:
+def test_frequencies_follow_the_context() -> None:
     config = {"rope_theta": 1e4, **LONG["longrope"]}
     short, long = rope_spec(config, 8), rope_spec(config | {CONTEXT: 65}, 8)
     ratio = [a / b for a, b in zip(short.inv_freq, long.inv_freq, strict=True)]

@@ -1,4 +1,4 @@
-"""LoRA adapters: logits and texts against PEFT over transformers' classes; the same text in any company."""
+"""LoRA adapters: logits and texts equal PEFT on transformers' classes, and are independent of the batch."""
 
 import json
 import re
@@ -24,7 +24,7 @@ from headstart.errors import ModelError, UsageError
 from headstart.formats import safetensors_file
 from headstart.tools.inspect.run import InspectOptions, run as inspect
 
-pytestmark = [  # of PEFT: about itself, about experts' names that no target has, about tied LM heads
+pytestmark = [  # warnings of PEFT about itself, names of experts without a target, and tied LM heads
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*did not match any targeted module:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:.*tie_word_embeddings:UserWarning"),
@@ -55,11 +55,11 @@ def folder_of(family: str) -> Path:
 
 @cache
 def adapter_of(family: str, seed: int = 0) -> tuple[Path, PeftModel]:
-    return made_adapter(family, seed)
+    return make_adapter(family, seed)
 
 
-def made_adapter(family: str, seed: int, **settings: Any) -> tuple[Path, PeftModel]:
-    """A random adapter's directory, as PEFT writes it, and PEFT's model."""
+def make_adapter(family: str, seed: int, **settings: Any) -> tuple[Path, PeftModel]:
+    """Folder of a random adapter as PEFT writes it, and PEFT's model."""
     torch.manual_seed(seed)
     config = {"r": 4, "lora_alpha": 6, "target_modules": FAMILIES[family], "init_lora_weights": False, **settings}
     if isinstance(config["target_modules"], tuple):
@@ -76,8 +76,8 @@ def open_llm(family: str, adapters: Mapping[str, Path], **settings: Any) -> LLM:
     return LLM(folder_of(family), lora=adapters, **{**NATIVE, **settings})
 
 
-def logits_close(llm: LLM, oracle: Any, name: str) -> None:
-    """Log-probabilities of a prompt and the greedy text after it."""
+def assert_matches_oracle(llm: LLM, oracle: Any, name: str) -> None:
+    """Compares logprobs of a prompt and the greedy text after it."""
     params = SamplingParams(max_tokens=12, prompt_logprobs=3, logprobs=0, ignore_eos=True)
     (found,) = llm.generate([PROMPT], params, lora=name)
     expected = torch.log_softmax(logits_of_oracle(oracle, PROMPT).double(), -1)
@@ -90,13 +90,13 @@ def logits_close(llm: LLM, oracle: Any, name: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_of_peft(family: str) -> None:
+def test_logits_match_peft(family: str) -> None:
     folder, oracle = adapter_of(family)
     for backend in ({}, {"backend": "reference"}):
         with open_llm(family, {"tuned": folder}, **({**backend, "kv_cache_dtype": None} if backend else {})) as llm:
-            logits_close(llm, oracle, "tuned")
+            assert_matches_oracle(llm, oracle, "tuned")
             with oracle.disable_adapter():
-                logits_close(llm, oracle, "")
+                assert_matches_oracle(llm, oracle, "")
 
 
 @pytest.mark.parametrize(
@@ -109,14 +109,14 @@ def test_logits_of_peft(family: str) -> None:
     ],
     ids=["rank-stabilized", "patterns", "lm-head", "one-layer"],
 )
-def test_variants(settings: dict[str, Any]) -> None:
-    folder, oracle = made_adapter("llama", 3, **settings)
+def test_adapter_variants_match_peft(settings: dict[str, Any]) -> None:
+    folder, oracle = make_adapter("llama", 3, **settings)
     with open_llm("llama", {"tuned": folder}) as llm:
-        logits_close(llm, oracle, "tuned")
+        assert_matches_oracle(llm, oracle, "tuned")
 
 
 def texts_of(llm: LLM, jobs: Seq[tuple[str, Seq[int], SamplingParams]]) -> list[tuple[int, ...]]:
-    """The texts of (adapter, prompt, parameters), all in one batch."""
+    """Texts of (adapter, prompt, parameters), generated in one batch."""
     requests = [llm.request(list(prompt), params, lora=name) for name, prompt, params in jobs]
     found: dict[str, tuple[int, ...]] = {}
     with llm.session() as session:
@@ -129,8 +129,8 @@ def texts_of(llm: LLM, jobs: Seq[tuple[str, Seq[int], SamplingParams]]) -> list[
     return [found[request.request_id] for request in requests]
 
 
-def jobs() -> list[tuple[str, Seq[int], SamplingParams]]:
-    """The same prompts under every adapter and none, greedy and sampled."""
+def varied_jobs() -> list[tuple[str, Seq[int], SamplingParams]]:
+    """Equal prompts with each adapter and without, greedy and sampled."""
     return [
         (name, PROMPT[:length], SamplingParams(max_tokens=14, temperature=temperature, seed=length, ignore_eos=True))
         for length in (20, 9)
@@ -141,20 +141,20 @@ def jobs() -> list[tuple[str, Seq[int], SamplingParams]]:
 
 @pytest.mark.parametrize("family", ["mimo", "qwen3_5", "phi3"])
 @pytest.mark.parametrize("backend", ["native", "int8"])
-def test_the_same_text_in_any_company(family: str, backend: str) -> None:
-    """Alone without drafts, and together: with drafts, small chunks, few blocks (preemption) and the prefix cache."""
+def test_texts_are_independent_of_the_batch(family: str, backend: str) -> None:
+    """Alone without drafts, and together with drafts, small chunks, few blocks (preemption) and the prefix cache."""
     adapters = {"one": random_adapter(folder_of(family), 1), "two": random_adapter(folder_of(family), 2, rank=7)}
     more: dict[str, Any] = {"quantization": "int8"} if backend == "int8" else {}
     with open_llm(family, adapters, drafter="none", **more) as llm:
-        alone = [texts_of(llm, [job])[0] for job in jobs()]
+        alone = [texts_of(llm, [job])[0] for job in varied_jobs()]
     assert len(set(alone[:3])) == 3, "the adapters change the text"
     for settings in ({}, {"max_num_batched_tokens": 16}, {"kv_blocks": 6, "max_model_len": 64}, {"depth": 2}):
         with open_llm(family, adapters, **{**more, **settings}) as llm:
-            for _ in range(2):  # the second time from the prefix cache
-                assert texts_of(llm, jobs()) == alone
+            for _ in range(2):  # the second turn uses the prefix cache
+                assert texts_of(llm, varied_jobs()) == alone
 
 
-def test_adapters_that_differ_in_alpha_share_no_blocks(tmp_path: Path) -> None:
+def test_adapters_with_different_alpha_share_no_blocks(tmp_path: Path) -> None:
     first, second = random_adapter(folder_of("mimo"), 1), tmp_path / "second"
     shutil.copytree(first, second)
     config = json.loads((first / "adapter_config.json").read_text())
@@ -167,8 +167,8 @@ def test_adapters_that_differ_in_alpha_share_no_blocks(tmp_path: Path) -> None:
     assert found[0] == found[2] != found[1]
 
 
-def test_adapters_come_and_go() -> None:
-    """Texts that run keep their adapter; later requests get an error; slots are used again."""
+def test_adapters_are_loaded_and_unloaded_while_texts_run() -> None:
+    """Running texts keep their adapter, later requests fail, and slots are reused."""
     first, second = random_adapter(folder_of("mimo"), 1), random_adapter(folder_of("mimo"), 2)
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     with open_llm("mimo", {"one": first}) as llm:
@@ -201,8 +201,8 @@ def iter_steps(session: Any) -> Any:
         yield from session.step()
 
 
-def test_wrong_adapters() -> None:
-    """Each error names what is wrong; the model stays usable."""
+def test_invalid_adapters_are_refused() -> None:
+    """Each error names the fault, and the model stays usable."""
     q = "base_model.model.model.layers.0.self_attn.q_proj"
     a, b = np.ones((4, 48), np.float32), np.ones((48, 4), np.float32)
     good = {f"{q}.lora_A.weight": a, f"{q}.lora_B.weight": b}
@@ -237,8 +237,8 @@ def test_wrong_adapters() -> None:
         assert llm.adapters == {} and llm.generate([PROMPT], SamplingParams(max_tokens=5))[0].token_ids == before
 
 
-def test_gguf_adapters_compute_the_same(tmp_path: Path) -> None:
-    """PEFT's directory and llama.cpp's file, whose q and k rows have another order, on models of both formats."""
+def test_gguf_adapter_equals_the_peft_adapter(tmp_path: Path) -> None:
+    """PEFT's folder and llama.cpp's file, with its order of q and k rows, on trunks of both formats."""
     model, folder = tiny_model("llama", "float32"), random_adapter(folder_of("llama"), 5)
     spec = model.config.layers[0].mixer.attention_spec
     assert spec
@@ -272,7 +272,7 @@ def test_gguf_adapters_compute_the_same(tmp_path: Path) -> None:
     assert not other.ok and "does not fit" in other.lines[-1]
 
 
-def test_experts_and_absorbed_matrices_are_refused_by_name() -> None:
+def test_unsupported_matrices_are_refused_by_name() -> None:
     kv = "model.layers.0.self_attn.kv_b_proj"
     shape = tiny_model("deepseek_v3", "float32").checkpoint.tensors[f"{kv}.weight"].shape
     rows = {f"{kv}.lora_A.weight": np.ones((2, shape[1]), "f4"), f"{kv}.lora_B.weight": np.ones((shape[0], 2), "f4")}

@@ -1,5 +1,5 @@
-"""Families with Mamba2 from GGUF files as llama.cpp's converter writes them: the tables here restate its
-`conversion/{mamba,granite,nemotron,falcon_h1}.py`, whose own output gave the same logits when this was written."""
+"""GGUF files of families with Mamba2: the tables restate llama.cpp's
+`conversion/{mamba,granite,nemotron,falcon_h1}.py`, whose output gave the same logits when this test was written."""
 
 import re
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ JOINED = {"block_sparse_moe.input_linear": "exps", "shared_mlp.input_linear": "s
 
 
 def gguf_name(name: str, last: int) -> str:
-    """The converter's name of a tensor of Hugging Face; `last`: the block of the MTP module."""
+    """The converter's name of a Hugging Face tensor; `last` is the block of the MTP module."""
     stem, _, end = name.rpartition(".")
     for old, new in RENAMED.items():
         if match := re.fullmatch(old, stem):
@@ -60,7 +60,7 @@ def gguf_name(name: str, last: int) -> str:
     raise AssertionError(name)
 
 
-def converted(config: Config, arrays: Arrays, last: int) -> Iterator[tuple[str, np.ndarray]]:
+def converted_tensors(config: Config, arrays: Arrays, last: int) -> Iterator[tuple[str, np.ndarray]]:
     groups = config.get("mamba_n_groups") or config["n_groups"]
     for name, array in stacked(scaled(config, arrays)).items():
         stem = name.removesuffix(".weight").partition(".layers.")[2].partition(".")[2]
@@ -79,7 +79,7 @@ def converted(config: Config, arrays: Arrays, last: int) -> Iterator[tuple[str, 
 
 
 def scaled(config: Config, arrays: Arrays) -> Arrays:
-    """With Falcon-H1's multipliers in its matrices."""
+    """Falcon-H1's multipliers applied to its matrices."""
     if config["model_type"] != "falcon_h1":
         return arrays
     inner, keys = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
@@ -112,14 +112,14 @@ MAMBA = {
 
 
 def metadata(config: Config) -> Config:
-    """What the converter writes below `{arch}.`."""
-    told = {key: config.get(name) for key, name in SIZES.items()}
-    told |= {key: config.get(first, config.get(second)) for key, (first, second) in MAMBA.items()}
-    told["ssm.inner_size"] = told["ssm.time_step_rank"] * (config.get("mamba_d_head") or config.get("mamba_head_dim"))
+    """Metadata below `{arch}.` as the converter writes them."""
+    keys = {key: config.get(name) for key, name in SIZES.items()}
+    keys |= {key: config.get(first, config.get(second)) for key, (first, second) in MAMBA.items()}
+    keys["ssm.inner_size"] = keys["ssm.time_step_rank"] * (config.get("mamba_d_head") or config.get("mamba_head_dim"))
     kv_heads = config["num_key_value_heads"]
     if config["model_type"] == "granitemoehybrid":
         kinds = config["layer_types"]
-        return told | {
+        return keys | {
             "attention.head_count_kv": [kv_heads if kind == "full_attention" else 0 for kind in kinds],
             "attention.scale": config["attention_multiplier"], "embedding_scale": config["embedding_multiplier"],
             "residual_scale": config["residual_multiplier"], "logit_scale": config["logits_scaling"],
@@ -127,15 +127,15 @@ def metadata(config: Config) -> Config:
             "expert_shared_feed_forward_length": config["shared_intermediate_size"], "rope.scaling.finetuned": False,
         }  # fmt: skip
     if config["model_type"] == "falcon_h1":
-        return told
+        return keys
     pattern = config["hybrid_override_pattern"] + "2" * config["num_nextn_predict_layers"]  # "2": both parts
-    told["block_count"], told["nextn_predict_layers"] = len(pattern), config["num_nextn_predict_layers"]
-    told["attention.head_count_kv"] = [kv_heads if kind in "*2" else 0 for kind in pattern]
-    told["attention.layer_norm_epsilon"] = config["layer_norm_epsilon"]
+    keys["block_count"], keys["nextn_predict_layers"] = len(pattern), config["num_nextn_predict_layers"]
+    keys["attention.head_count_kv"] = [kv_heads if kind in "*2" else 0 for kind in pattern]
+    keys["attention.layer_norm_epsilon"] = config["layer_norm_epsilon"]
     if "E" not in pattern:
-        return told | {"feed_forward_length": [config["intermediate_size"] if k == "-" else 0 for k in pattern]}
+        return keys | {"feed_forward_length": [config["intermediate_size"] if k == "-" else 0 for k in pattern]}
     inner = config["moe_intermediate_size"]
-    return told | {
+    return keys | {
         "feed_forward_length": [inner if kind in "E2" else 0 for kind in pattern],
         "expert_feed_forward_length": inner, "expert_count": config["n_routed_experts"], "expert_group_count": 1,
         "expert_shared_feed_forward_length": config["moe_shared_expert_intermediate_size"], "expert_shared_count": 1,
@@ -144,8 +144,8 @@ def metadata(config: Config) -> Config:
     }  # fmt: skip
 
 
-def write(path: Path, arch: str, config: Config, arrays: Arrays) -> Path:
-    tensors = converted(config, arrays, len(config.get("hybrid_override_pattern", "")))
+def write_gguf(path: Path, arch: str, config: Config, arrays: Arrays) -> Path:
+    tensors = converted_tensors(config, arrays, len(config.get("hybrid_override_pattern", "")))
     return write_file(path, arch, metadata(config), dict(tensors), config["vocab_size"])
 
 
@@ -159,10 +159,10 @@ CASES: dict[str, tuple[str, str, Config]] = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_converted_file_says_the_same(case: str, tmp_path: Path) -> None:
+def test_converted_file_equals_the_checkpoint(case: str, tmp_path: Path) -> None:
     family, arch, changes = CASES[case]
     config, arrays = family_of(family).tiny(**changes)
-    paths = (write_model(new_folder(), config, arrays), write(tmp_path / "model.gguf", arch, config, arrays))
+    paths = (write_model(new_folder(), config, arrays), write_gguf(tmp_path / "model.gguf", arch, config, arrays))
     models, tokens = [model_at(path) for path in paths], prompt_of(30, 5)
     logits = [logits_in_chunks(make(each, dtype="float32", drafter="none"), tokens, 30, 1) for each in models]
     assert float((logits[0] - logits[1]).abs().max()) <= 1e-5

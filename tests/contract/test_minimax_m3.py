@@ -1,4 +1,4 @@
-"""MiniMax-M3 beyond the positions of which its indexers select all blocks: the same as transformers."""
+"""MiniMax-M3 matches transformers at lengths where its indexers skip blocks."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ SHAPES = {"as released: 128 positions, 16 blocks": (128, 16, 2300), "short block
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_selected_blocks_are_those_of_transformers(tmp_path: Path, shape: str) -> None:
+def test_logits_with_selected_blocks_match_transformers(tmp_path: Path, shape: str) -> None:
     size, top_k, length = SHAPES[shape]
     sparse = {**BLOCKS, "sparse_block_size": size, "sparse_topk_blocks": top_k, "sparse_attention_freq": [0, 1, 1]}
     tiny = family_of("minimax_m3").tiny(
@@ -36,10 +36,10 @@ def test_selected_blocks_are_those_of_transformers(tmp_path: Path, shape: str) -
     dense, _, _ = build_oracle("minimax_m3", config | full, tensors)
     everything = logits_of_oracle(dense, tokens)
     torch.testing.assert_close(theirs[: size * top_k], everything[: size * top_k], atol=1e-4, rtol=0)
-    assert (everything - theirs)[-5:].abs().max() > 1e-2  # blocks are left out
+    assert (everything - theirs)[-5:].abs().max() > 1e-2  # some blocks are skipped
     for backend in ("reference", "native"):
         engine = make(model, backend=backend, dtype="float32", drafter="none", max_model_len=length, kv_blocks=length)
-        spans = [(0, length - 9), (length - 9, length - 1), (length - 1, length)]  # a prompt, drafts, one row
+        spans = [(0, length - 9), (length - 9, length - 1), (length - 1, length)]  # a prompt, a draft, one row
         sequence, ours = new_sequence(engine, tokens, computed=0), []
         for begin, end in spans:
             ours.append(engine.runner.forward([Span(sequence, begin, end - begin, end - begin)]).logits)
@@ -48,7 +48,7 @@ def test_selected_blocks_are_those_of_transformers(tmp_path: Path, shape: str) -
 
 
 @pytest.mark.parametrize("name", ["self_attn.index_q_proj.weight", "self_attn.index_k_norm.weight"])
-def test_tensors_of_indexers_are_read(name: str) -> None:
+def test_indexer_tensors_are_renamed(name: str) -> None:
     names = family_named("minimax_m3_vl").names
     assert names.canonical(f"language_model.model.layers.4.{name}") == f"layers.4.{name.replace('index_', 'indexer.')}"
     module = names.canonical(f"language_model.model.mtp.layers.0.transformer_layer.{name}")

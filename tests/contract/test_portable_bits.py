@@ -1,8 +1,7 @@
-"""--portable-bits: the tokens and the bits of their logprobs are those of a file, on every machine and every path.
+"""--portable-bits: tokens and logprob bits equal stored digests on every machine and instruction path.
 
-The file was written with `python -m tests.contract.test_portable_bits` on x86 with AVX2. Without torch, and without
-other files of the tests, so that ARM processors run it, too (tests/arm.py).
-"""
+The digests were written by `python -m tests.contract.test_portable_bits` on x86 with AVX2. The file uses neither torch
+nor other test files, so that ARM processors run it (tests/arm.py)."""
 
 import hashlib
 import json
@@ -52,20 +51,20 @@ def digest(name: str, path: str, folder: Path) -> str:
     ]
     prompts = [[3 + (seed * 7 + i * i) % 60 for i in range(4 + 5 * seed)] for seed in range(PROMPTS)]
     found = llm.generate(prompts, params, raw=True)
-    said = [[each.token_ids, [one.logprob.hex() for one in each.logprobs]] for each in found]
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+    outputs = [[each.token_ids, [one.logprob.hex() for one in each.logprobs]] for each in found]
+    return hashlib.sha256(json.dumps(outputs).encode()).hexdigest()[:16]
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("name", MODELS)
-def test_bits_are_those_of_other_machines(name: str, path: str, tmp_path: Path) -> None:
+def test_bits_match_the_stored_digests(name: str, path: str, tmp_path: Path) -> None:
     assert digest(name, path, tmp_path) == json.loads(DIGESTS.read_text())[name]
 
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        made = {name: digest(name, PATHS[0], Path(folder) / str(i)) for i, name in enumerate(MODELS)}
-    DIGESTS.write_text(json.dumps(made, indent=2) + "\n")
+        digests = {name: digest(name, PATHS[0], Path(folder) / str(i)) for i, name in enumerate(MODELS)}
+    DIGESTS.write_text(json.dumps(digests, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Vision towers in llama.cpp's projector files: the same models from safetensors and from GGUF files."""
+"""Vision towers in llama.cpp's projector files compared with the same models in safetensors."""
 
 import json
 import math
@@ -29,8 +29,8 @@ IMAGES = [random_image(1), random_image(2, 90, 23)]
 
 
 @cache
-def original(kind: str) -> Path:
-    """A model of safetensors that GGUF files can describe: Gemma 3 has its usual scale and kinds of layers."""
+def safetensors_folder(kind: str) -> Path:
+    """A safetensors model that GGUF files can describe: Gemma 3 with its usual scale and layer types."""
     source = published(kind)[1]
     if kind != "gemma3":
         return source
@@ -42,8 +42,8 @@ def original(kind: str) -> Path:
 
 
 @cache
-def converted(kind: str) -> Path:
-    return write_both(original(kind), new_folder())
+def gguf_path(kind: str) -> Path:
+    return write_both(safetensors_folder(kind), new_folder())
 
 
 def features(path: Path, backend: str) -> list[Any]:
@@ -56,27 +56,27 @@ def features(path: Path, backend: str) -> list[Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", ["reference", "native"])
-def test_features_are_those_of_safetensors(kind: str, backend: str) -> None:
-    ours, theirs = features(converted(kind), backend), features(original(kind), backend)
+def test_features_match_safetensors(kind: str, backend: str) -> None:
+    ours, theirs = features(gguf_path(kind), backend), features(safetensors_folder(kind), backend)
     assert len(ours) == len(theirs)
     for one, other in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_features_in_float16(kind: str, tmp_path: Path) -> None:
+def test_float16_features_are_close(kind: str, tmp_path: Path) -> None:
     half = write_both(published(kind)[1], tmp_path, dtype=np.float16)
-    scale = np.abs(np.concatenate(features(converted(kind), "reference"))).max()
-    for one, other in zip(features(half, "reference"), features(converted(kind), "reference"), strict=True):
+    scale = np.abs(np.concatenate(features(gguf_path(kind), "reference"))).max()
+    for one, other in zip(features(half, "reference"), features(gguf_path(kind), "reference"), strict=True):
         assert 0 < np.abs(one - other).max() < 5e-3 * scale
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_answers_are_those_of_safetensors(kind: str) -> None:
-    """Logprobs and greedy text of a conversation with two images: trunk, tower, tokenizer and template of the files."""
+def test_chat_answers_match_safetensors(kind: str) -> None:
+    """Logprobs and greedy text of a conversation with two images, with tokenizer and chat template from the files."""
     parts = [{"type": "image", "image": each} for each in IMAGES] + [{"type": "text", "text": "What is it?"}]
     params, found = SamplingParams(max_tokens=8, temperature=0, logprobs=3), []
-    for path in (converted(kind), original(kind)):
+    for path in (gguf_path(kind), safetensors_folder(kind)):
         config = EngineConfig(threads=1, max_model_len=512, kv_blocks=64, kv_cache_dtype="float32", drafter="ngram")
         llm = LLM(str(path), config)
         (one,) = llm.chat([{"role": "user", "content": parts}], params)
@@ -88,13 +88,13 @@ def test_answers_are_those_of_safetensors(kind: str) -> None:
     np.testing.assert_allclose(*logprobs, atol=2e-3)
 
 
-def test_older_files_call_up_down(tmp_path: Path) -> None:
+def test_older_files_with_swapped_up_and_down(tmp_path: Path) -> None:
     other = {"up": "down", "down": "up"}
     path = write_both(
         published("gemma3")[1], tmp_path,
         rename=lambda name: re.sub(r"ffn_(up|down)", lambda match: f"ffn_{other[match[1]]}", name),
     )  # fmt: skip
-    for one, other_ in zip(features(path, "reference"), features(converted("gemma3"), "reference"), strict=True):
+    for one, other_ in zip(features(path, "reference"), features(gguf_path("gemma3"), "reference"), strict=True):
         np.testing.assert_array_equal(one, other_)
 
 
@@ -106,25 +106,25 @@ BROKEN: dict[str, tuple[str, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_file_leaves_a_model_of_texts(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    kind, options, said = BROKEN[name]
+def test_broken_projector_leaves_a_text_model(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    kind, options, message = BROKEN[name]
     path = write_both(published(kind)[1], tmp_path, **options)
     model = model_at(path)
-    assert model.no_tower.startswith(said) and f"reads text only: {model.no_tower}" in caplog.text
+    assert model.no_tower.startswith(message) and f"reads text only: {model.no_tower}" in caplog.text
     assert any(f"reads text only: {model.no_tower}" in line for line in inspect(InspectOptions(model=str(path))).lines)
     with pytest.raises(UsageError, match="reads text only"):
         check_tower(model)
-    with pytest.raises(UsageError, match=re.escape(f"--mmproj: {said}")):
+    with pytest.raises(UsageError, match=re.escape(f"--mmproj: {message}")):
         LLM(str(path), EngineConfig(threads=1, mmproj=str(tmp_path / "mmproj-F32.gguf")))
 
 
-def test_the_file_is_beside_the_model_or_named(tmp_path: Path) -> None:
-    path, whole = converted("smolvlm"), published("smolvlm")[1]
+def test_projector_is_found_beside_the_model_or_by_flag(tmp_path: Path) -> None:
+    path, whole = gguf_path("smolvlm"), published("smolvlm")[1]
     assert runs_here(open_checkpoint(path))["vision"] == {"layers": 2, "tokens": 40}
     alone = tmp_path / "alone.gguf"
     alone.write_bytes(path.read_bytes())
     assert model_at(alone).tower is None
-    copied(whole, tmp_path, "vision_model")  # --mmproj is for safetensors too
+    copied(whole, tmp_path, "vision_model")  # --mmproj works for safetensors as well
     for model in (alone, tmp_path):
         llm = LLM(str(model), EngineConfig(threads=1, max_model_len=512, mmproj=str(path.with_name("mmproj-F32.gguf"))))
         assert llm.tower is not None
@@ -136,9 +136,8 @@ def test_the_file_is_beside_the_model_or_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_odd_metadata_is_refused_by_name_or_read(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No value of a key ends in anything but a tower or a ModelError."""
-    checkpoint = open_checkpoint(converted(kind))
+def test_invalid_metadata_raises_model_errors_only(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = open_checkpoint(gguf_path(kind))
     family = find_family(checkpoint)
     trunk = read_config(checkpoint, family)
     assert checkpoint.projector

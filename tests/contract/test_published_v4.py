@@ -1,4 +1,4 @@
-"""DeepSeek-V4 as published: experts in FP4 with a scale for 32 columns, other matrices in FP8, tables of integers."""
+"""DeepSeek-V4 as published: FP4 experts with a scale for 32 columns, other matrices in FP8, integer tables."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ QUANTIZATION = {
 
 
 def stored(name: str, array: Any, rng: np.random.Generator) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-    """A tensor as files have it, with its scales, and its values."""
+    """A tensor and its scales as stored in files, and its values."""
     values, scale = torch.from_numpy(array), name.replace(".weight", ".scale")
     if ".experts." in name:
         codes = rng.integers(0, 16, array.shape).astype(np.uint8)
@@ -35,17 +35,17 @@ def stored(name: str, array: Any, rng: np.random.Generator) -> tuple[dict[str, t
     return {name: values}, values
 
 
-def test_packed_experts_and_integer_tables(tmp_path: Path) -> None:
+def test_published_quantization_equals_plain_values(tmp_path: Path) -> None:
     config, arrays = family_of("deepseek_v4").tiny(**SIZES)
     rng, packed, plain = np.random.default_rng(0), {}, {}
     for name, array in arrays.items():
         files, plain[name] = stored(name, array, rng)
         packed |= files
     texts = []
-    for tensors, told in ((plain, {}), (packed, {"quantization_config": QUANTIZATION, "expert_dtype": "fp4"})):
+    for tensors, settings in ((plain, {}), (packed, {"quantization_config": QUANTIZATION, "expert_dtype": "fp4"})):
         folder = write_model(tmp_path / str(len(texts)), config, arrays)
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
-        (folder / "config.json").write_text(json.dumps({**config, **told}))
+        (folder / "config.json").write_text(json.dumps({**config, **settings}))
         engine = make(model_at(folder, dtype="float64"), drafter="mtp", depth=2)
         texts.append(run(engine, [request(prompt_of(40, 3), max_tokens=30, stops=())])["r", 0].tokens)
     assert texts[0] == texts[1]

@@ -1,4 +1,4 @@
-"""Models as they are published: the trunk quantized, embedding and MTP head not."""
+"""Published quantized models: a quantized trunk with a plain embedding and MTP head."""
 
 import json
 from collections.abc import Callable
@@ -66,9 +66,9 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[str, tuple[int, int]], tuple[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_quantized_trunk_with_a_plain_head(form: str, tmp_path: Path) -> None:
-    """The logits are those of the same values written plainly; drafts change no text."""
-    told, encode = FORMATS[form]
+def test_quantized_trunk_with_a_plain_head(form: str, tmp_path: Path) -> None:
+    """Logits equal those of the plain values, and drafts keep the text."""
+    settings, encode = FORMATS[form]
     config, arrays = family_of("mimo").tiny(hidden_size=64, intermediate_size=128)
     stored, plain = Arrays(), Arrays()
     for name, array in arrays.items():
@@ -77,7 +77,7 @@ def test_a_quantized_trunk_with_a_plain_head(form: str, tmp_path: Path) -> None:
             del stored[name]
             parts, plain[name] = encode(name, array.shape)
             stored |= parts
-    folder = write_model(tmp_path / form, {**config, "quantization_config": told}, stored)
+    folder = write_model(tmp_path / form, {**config, "quantization_config": settings}, stored)
     expected = logits_of(model_at(write_model(tmp_path / "plain", config, plain)))
     assert float((logits_of(model_at(folder)) - expected).abs().max()) <= 1e-5
     stated: Any = {"nf4": "bitsandbytes"}.get(form, form)
@@ -88,7 +88,7 @@ def test_a_quantized_trunk_with_a_plain_head(form: str, tmp_path: Path) -> None:
     assert [each.token_ids for each in drafted] == [each.token_ids for each in alone]
 
 
-def test_a_stated_format_is_checked(tmp_path: Path) -> None:
+def test_quantization_flag_is_checked_against_the_files(tmp_path: Path) -> None:
     config, arrays = family_of("llama").tiny()
     plain, packed = write_model(tmp_path / "plain", config, arrays), dict(config)
     packed["quantization_config"] = {"quant_method": "gptq", "bits": 4}

@@ -1,4 +1,4 @@
-"""Qwen3.8-Flash-Next: hashes of n-grams behind end tokens, selection beyond the budget, tables in parts."""
+"""Qwen3.8-Flash-Next: n-gram hashes across end tokens, block selection beyond the budget, tables in parts."""
 
 from pathlib import Path
 
@@ -18,8 +18,8 @@ LENGTH, END = 90, 2
 
 
 @pytest.mark.parametrize("longest", [2, 3, 4])
-def test_end_tokens_and_blocks_that_are_left_out(tmp_path: Path, longest: int) -> None:
-    """Logits of transformers over texts with end tokens, in passes of all sizes."""
+def test_logits_with_end_tokens_and_selected_blocks_match_transformers(tmp_path: Path, longest: int) -> None:
+    """Passes have sizes from one row to most of the text."""
     changes = {"ngram_size": longest, "ple_layer_ids": [1, 3], "ple_embed_dim": 24, "heads_per_ngram": 2}
     model = model_at(write_model(tmp_path, *family_of("qwen4_exp").tiny(**changes, mtp_num_hidden_layers=0)))
     config, tensors = config_and_tensors("qwen4_exp", model)
@@ -30,7 +30,7 @@ def test_end_tokens_and_blocks_that_are_left_out(tmp_path: Path, longest: int) -
         tokens[place] = END
     theirs = logits_of_oracle(oracle, tokens)
     every = build_oracle("qwen4_exp", config | {"indexer_budget": 3 * LENGTH}, tensors)[0]
-    assert (logits_of_oracle(every, tokens) - theirs)[-9:].abs().max() > 1e-2  # blocks are left out
+    assert (logits_of_oracle(every, tokens) - theirs)[-9:].abs().max() > 1e-2  # some blocks are skipped
     for backend in ("reference", "native"):
         engine = make(model, backend=backend, dtype="float32", drafter="none", max_model_len=LENGTH, kv_blocks=LENGTH)
         sequence, ours = new_sequence(engine, tokens, computed=0), []
@@ -40,8 +40,8 @@ def test_end_tokens_and_blocks_that_are_left_out(tmp_path: Path, longest: int) -
         torch.testing.assert_close(found, theirs, atol=2e-4, rtol=0)
 
 
-def test_a_table_in_parts(tmp_path: Path) -> None:
-    """As published: `shard_N` of the table, and numbers that the config gives, too."""
+def test_ngram_table_in_parts_is_joined(tmp_path: Path) -> None:
+    """As published: parts `shard_N` of the table, and tensors with values that the config states too."""
     config, arrays = family_of("qwen4_exp").tiny()
     (name,) = [each for each in arrays if ".ngram_embedding." in each]
     whole = model_at(write_model(tmp_path / "whole", config, arrays))
@@ -54,20 +54,20 @@ def test_a_table_in_parts(tmp_path: Path) -> None:
     np.testing.assert_array_equal(*(each.weights.tensors[table].float32() for each in (whole, split)))
 
 
-def test_inspect_measures_its_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_deep_measures_the_mtp_module(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_model(tmp_path, *family_of("qwen4_exp").tiny())
     main(["inspect", str(folder), "--deep"])
-    assert "not measured" not in (told := capsys.readouterr().out) and "acceptance" in told
+    assert "not measured" not in (output := capsys.readouterr().out) and "acceptance" in output
 
 
-def test_primes_and_factors_are_those_of_transformers() -> None:
+def test_hash_primes_and_factors_match_transformers() -> None:
     modeling = pytest.importorskip("transformers.models.qwen4_exp.modeling_qwen4_exp")
     for layer in (0, 2):
         theirs = modeling._build_layer_multipliers(248320, 3, layer, 1234)
         assert hash_factors(248320, 3, 1234 + 10007 * layer) == tuple(theirs.tolist())
     found = [modeling._find_nth_prime_after(20_000_000 - 1, 16 + i + 1) for i in range(4)]
     assert primes_from(20_000_000, 20)[16:] == tuple(found)
-    # of the published checkpoint, which holds them, too
+    # values of the published checkpoint
     assert hash_factors(248320, 3, 1234) == (23703573157769, 20109073645365, 8052911324071)
     assert sum(primes_from(20_000_000, 16)) == 320_001_446
 
@@ -81,7 +81,7 @@ def test_primes_and_factors_are_those_of_transformers() -> None:
         {"heads_per_ngram": 10**6}, {"mtp": {"hybrid": False}},
     ],
 )  # fmt: skip
-def test_what_is_not_run_is_refused(changes: dict[str, object]) -> None:
+def test_unsupported_configs_are_refused(changes: dict[str, object]) -> None:
     family = family_of("qwen4_exp")
     with pytest.raises(ModelError):
         family.read(family.tiny_config(**changes))

@@ -1,5 +1,5 @@
-"""Families that are Llama's layers with declared differences: each against transformers' own class, through both
-backends, with and without drafts, and from files as llama.cpp's converter writes them."""
+"""Families that are Llama's layers with declared differences: compared with transformers' class on both backends, with
+and without drafts, and read from GGUF files as llama.cpp's converter writes them."""
 
 import re
 from functools import cache
@@ -35,7 +35,7 @@ ARCH = {kind: arch for row in ROWS.values() for kind, arch in row.gguf.items()}
 
 @cache
 def files_of(variant: str) -> tuple[Path, Config, Arrays]:
-    """A tiny random model, written: its folder, config and arrays."""
+    """Folder, config and arrays of a tiny random model."""
     changes = VARIANTS[variant]
     kind = changes["model_type"]
     config, arrays = family_of(FAMILY_OF.get(kind, kind)).tiny(**changes)
@@ -48,7 +48,7 @@ def model_of(variant: str) -> Model:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_are_those_of_transformers(variant: str) -> None:
+def test_logits_match_transformers(variant: str) -> None:
     model, tokens = model_of(variant), prompt_of(LENGTH, 5)
     expected = logits_of_oracle(oracle_of(VARIANTS[variant]["model_type"], model), tokens)
     assert_logits(model, tokens, expected, (LENGTH, 1), (7, 31))
@@ -57,8 +57,8 @@ def test_logits_are_those_of_transformers(variant: str) -> None:
 @pytest.mark.parametrize(
     "variant", [pytest.param(each, marks=() if each in RELATIVES else pytest.mark.slow) for each in VARIANTS]
 )
-def test_text_is_that_of_transformers_through_both_backends(variant: str) -> None:
-    """Greedy, with lookup drafts and without, in company and in chunks."""
+def test_greedy_text_matches_transformers_on_both_backends(variant: str) -> None:
+    """With lookup drafts and without, batched and in chunks."""
     pytest.importorskip("headstart.kernels.native._native")
     model, prompt = model_of(variant), prompt_of(12, 8) * 2
     native = model_at(files_of(variant)[0], "native", kv_cache_dtype="float32")
@@ -89,8 +89,8 @@ GGUF_KEYS: dict[str, str] = {
 """Keys of the converter -> those of config.json, or of the table below."""
 
 
-def converted(config: Config) -> Config:
-    """What the converter calculates."""
+def converted_config(config: Config) -> Config:
+    """Config with the values that the converter computes."""
     kind, hidden = config["model_type"], config["hidden_size"]
     theirs = {**config, "num_experts": config.get("num_experts") or config.get("num_local_experts")}
     if kind == "granite":
@@ -100,13 +100,13 @@ def converted(config: Config) -> Config:
             "embedding_multiplier": config["scale_emb"], "logit_scale": hidden / config["dim_model_base"],
             "residual_multiplier": config["scale_depth"] / config["num_hidden_layers"] ** 0.5,
         }  # fmt: skip
-    if kind in ("qwen2_moe", "mistral", "mixtral"):  # windows that are not used, or not written
+    if kind in ("qwen2_moe", "mistral", "mixtral"):  # windows that are unused or not written
         theirs["sliding_window"] = None
     return theirs
 
 
 def converted_tensors(config: Config, arrays: Arrays) -> Arrays:
-    """Under the same names: rows of q and k in llama.cpp's order, experts stacked."""
+    """Tensors under the same names, with llama.cpp's order of q and k rows and stacked experts."""
     found = Arrays()
     for name, array in arrays.items():
         if row_of(config["model_type"]).has_gguf_rope_order and (match := re.search(r"\.([qk])_proj\.", name)):
@@ -116,35 +116,35 @@ def converted_tensors(config: Config, arrays: Arrays) -> Arrays:
 
 
 def write_converted(path: Path, config: Config, arrays: Arrays) -> Path:
-    """A GGUF file, by the names of llama.cpp's converter."""
+    """A GGUF file with the names of llama.cpp's converter."""
     kind, layers = config["model_type"], config["num_hidden_layers"]
     arch = ARCH[kind]
     names = gguf.get_tensor_name_map(next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == arch), layers)
     tensors = {str(names.get_name(name, (".weight", ".bias"))): array
                for name, array in converted_tensors(config, arrays).items()}  # fmt: skip
-    told = {key: converted(config).get(ours) for key, ours in GGUF_KEYS.items()}
+    metadata = {key: converted_config(config).get(ours) for key, ours in GGUF_KEYS.items()}
     head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    told["rope.dimension_count"] = int(head_dim * config.get("partial_rotary_factor", 1))
+    metadata["rope.dimension_count"] = int(head_dim * config.get("partial_rotary_factor", 1))
     if every := {"olmo3": 4, "exaone4": 2}.get(kind):
-        told["attention.sliding_window_pattern"] = [(i + 1) % every != 0 for i in range(layers)]
+        metadata["attention.sliding_window_pattern"] = [(i + 1) % every != 0 for i in range(layers)]
     if kind == "gemma3n":
-        told["attention.sliding_window_pattern"] = [each == "sliding_attention" for each in config["layer_types"]]
+        metadata["attention.sliding_window_pattern"] = [each == "sliding_attention" for each in config["layer_types"]]
         shares = config["activation_sparsity_pattern"]
-        told["activation_sparsity_scale"] = [NormalDist().inv_cdf(each) if each else -np.inf for each in shares]
+        metadata["activation_sparsity_scale"] = [NormalDist().inv_cdf(each) if each else -np.inf for each in shares]
     if rope := config.get("rope_scaling"):
         for length in ("short", "long"):
             tensors[f"rope_factors_{length}.weight"] = np.array(rope[f"{length}_factor"], np.float32)
-        told["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
-        told["rope.scaling.attn_factor"] = float(np.sqrt(1 + np.log(2) / np.log(256)))
-    return write_file(path, arch, told, tensors, config["vocab_size"])
+        metadata["rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+        metadata["rope.scaling.attn_factor"] = float(np.sqrt(1 + np.log(2) / np.log(256)))
+    return write_file(path, arch, metadata, tensors, config["vocab_size"])
 
 
 @pytest.mark.parametrize("variant", [name for name, each in VARIANTS.items() if name in ARCH or "longrope" in name])
-def test_a_converted_file_says_the_same(variant: str, tmp_path: Path) -> None:
+def test_converted_file_equals_the_checkpoint(variant: str, tmp_path: Path) -> None:
     _, config, arrays = files_of(variant)
     found = model_at(write_converted(tmp_path / "model.gguf", config, arrays))
     model, tokens = model_of("mistral, no window" if variant == "mistral" else variant), prompt_of(30, 5)
-    if variant == "cohere2":  # every fourth layer has no window there
+    if variant == "cohere2":  # in the file, every fourth layer has no window
         model = model_at(write_model(new_folder(), {**config, "sliding_window_pattern": 4}, arrays))
     logits = [logits_in_chunks(make(each, dtype="float32", drafter="none"), tokens, 30, 1) for each in (found, model)]
     assert float((logits[0] - logits[1]).abs().max()) <= 1e-5

@@ -1,8 +1,7 @@
-"""Recurrent state after any history is that of a fresh prefill, on the native backend bit for bit.
+"""Recurrent states after any history equal those of a fresh prefill, bit for bit on the native backend.
 
-A history: prompts in chunks and in company, drafts of which any part comes true, prefix-cache hits, preemption. The
-rows of an op come from tables, so that a token's inputs have the same bits whatever the pass.
-"""
+A history has prompts in chunks and batches, drafts with any accepted prefix, prefix-cache hits and preemption. Inputs
+of an op come from tables, so that a token's inputs have the same bits in every pass."""
 
 from collections.abc import Callable, Sequence as Seq
 from dataclasses import dataclass
@@ -47,8 +46,8 @@ BACKENDS = ["reference", *PATHS]
 
 
 @dataclass(frozen=True)
-class Machine:
-    """One recurrent layer over tokens on one backend: `run` a plan, look at the states in a slot."""
+class RecurrentLayer:
+    """One recurrent layer over tokens on one backend; `run` runs a plan, `states` reads a slot."""
 
     code: Callable[..., Any]
     pools: tuple[Any, Any]
@@ -79,7 +78,9 @@ def tables(name: str) -> dict[str, Array]:
     return {key: value.astype(np.float32) for key, value in made.items()}
 
 
-def machine(kind: str, name: str, num_slots: int, num_owned: int = 0, num_kept: int = 0, threads: int = 1) -> Machine:
+def build_layer(
+    kind: str, name: str, num_slots: int, num_owned: int = 0, num_kept: int = 0, threads: int = 1
+) -> RecurrentLayer:
     spec, width = SPECS[name]
     conv = ConvSpec(spec.channels, width)
     on = ReferenceBackend(dtype="float64") if kind == "reference" else native_backend(kind, threads)
@@ -97,7 +98,7 @@ def machine(kind: str, name: str, num_slots: int, num_owned: int = 0, num_kept: 
         log_decay = ops.softplus(a, w["rate"], w["bias"]) if log_decay is None else log_decay
         return {"out": ops.gated_delta(qkv, log_decay, ops.embed(w["b"], step.token_ids), pools[1], spec)}
 
-    return Machine(code, pools, on)
+    return RecurrentLayer(code, pools, on)
 
 
 def new_sequence(tokens: Seq[int]) -> Sequence:
@@ -105,14 +106,14 @@ def new_sequence(tokens: Seq[int]) -> Sequence:
     return Sequence(request, 0, list(tokens), 0)
 
 
-Fresh = tuple[Array, list[list[Array]]]
+Prefill = tuple[Array, list[list[Array]]]
 
 
 @cache
-def fresh(kind: str, name: str, tokens: tuple[int, ...]) -> Fresh:
-    """Outputs of one pass over whole tokens, and the states after 0, 1, ... of them."""
+def fresh_prefill(kind: str, name: str, tokens: tuple[int, ...]) -> Prefill:
+    """Outputs of one pass over all tokens, and the states after 0, 1, ... tokens."""
     count = len(tokens)
-    on, sequence = machine(kind, name, count + 1), new_sequence(tokens)
+    on, sequence = build_layer(kind, name, count + 1), new_sequence(tokens)
     sequence.block_table.extend(range(-(-count // BLOCK)))
     arrays = ([0], [-1], [0], [count], [0, count + 1], range(count + 1), range(count + 1))
     out = on.run([Rows(sequence, 0, tokens, 0)], StateSteps(*(np.array(each, np.int32) for each in arrays)))
@@ -128,13 +129,13 @@ TEXTS = [random_tokens(9, 40) + random_tokens(i, 35) for i in range(4)]
 
 
 class History:
-    """Sequences on one machine, moved by random choices and checked after each pass."""
+    """Sequences on one layer, changed by random actions and checked after each pass."""
 
     def __init__(self, kind: str, name: str, draw: Callable[[Any], Any]) -> None:
         self.kind, self.name, self.draw = kind, name, draw
         self.states = StateCacheManager(RUNNING, 3, KEPT, block_size=BLOCK, every=EVERY)
         self.memory = KVCacheManager(100, BLOCK, states=self.states)
-        self.machine = machine(kind, name, self.states.num_slots, RUNNING, KEPT, threads=draw(st.integers(1, 3)))
+        self.layer = build_layer(kind, name, self.states.num_slots, RUNNING, KEPT, threads=draw(st.integers(1, 3)))
         self.live: list[tuple[Sequence, tuple[int, ...]]] = []
         self.hits = self.replayed = 0
 
@@ -150,7 +151,7 @@ class History:
             self.memory.release(sequence)
 
     def leave(self, *, again: bool) -> None:
-        """The oldest goes, for good or to start again."""
+        """The oldest sequence leaves, and starts again if `again`."""
         if self.live:
             sequence, text = self.live.pop(0)
             self.memory.release(sequence)
@@ -174,23 +175,23 @@ class History:
             self.run(spans, accepted)
 
     def run(self, spans: list[Span], accepted: list[int]) -> None:
-        texts, told = dict(self.live), self.states.plan(spans)
-        self.replayed += sum(span.start for span in spans) - int(told.starts.sum())
-        out, row = self.machine.run([span_rows(span) for span in spans], told), 0
+        texts, steps = dict(self.live), self.states.plan(spans)
+        self.replayed += sum(span.start for span in spans) - int(steps.starts.sum())
+        out, row = self.layer.run([span_rows(span) for span in spans], steps), 0
         for s, (span, taken) in enumerate(zip(spans, accepted, strict=True)):
             sequence, text = span.sequence, texts[span.sequence]
-            expected, states = fresh(self.kind, self.name, text)
+            expected, states = fresh_prefill(self.kind, self.name, text)
             sequence.tokens += text[len(sequence.tokens) : len(sequence.tokens) + taken]
             sequence.num_computed = min(span.start + span.num_rows, len(sequence.tokens) - 1)
-            sure = sequence.num_computed - span.start
-            self.same(out[row : row + sure], expected[span.start : sequence.num_computed])
-            self.same(self.machine.states(told.own[s]), states[told.keeps[s]])
+            num_committed = sequence.num_computed - span.start
+            self.assert_same(out[row : row + num_committed], expected[span.start : sequence.num_computed])
+            self.assert_same(self.layer.states(steps.own[s]), states[steps.keeps[s]])
             self.memory.commit(sequence)
             row += span.num_rows
 
-    def same(self, found: Any, expected: Any) -> None:
+    def assert_same(self, found: Any, expected: Any) -> None:
         for ours, theirs in zip(found, expected, strict=True):
-            if self.kind == "reference":  # torch rounds exp by where in a vector a number stands
+            if self.kind == "reference":  # torch's exp depends on the position in a vector
                 np.testing.assert_allclose(ours, theirs, rtol=1e-11, atol=1e-13)
             else:
                 assert ours.tobytes() == theirs.tobytes()
@@ -199,7 +200,7 @@ class History:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("kind", BACKENDS)
-def test_a_state_is_that_of_a_fresh_prefill(kind: str, name: str) -> None:
+def test_states_equal_a_fresh_prefill(kind: str, name: str) -> None:
     seen = []
 
     @given(data=st.data())
@@ -221,9 +222,9 @@ def test_a_state_is_that_of_a_fresh_prefill(kind: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("path", PATHS)
-def test_native_outputs_are_the_references(path: str, name: str) -> None:
-    expected, states = fresh("reference", name, TEXTS[0])
-    found, found_states = fresh(path, name, TEXTS[0])
+def test_native_outputs_match_reference(path: str, name: str) -> None:
+    expected, states = fresh_prefill("reference", name, TEXTS[0])
+    found, found_states = fresh_prefill(path, name, TEXTS[0])
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-5)
     for ours, theirs in zip(found_states[-1], states[-1], strict=True):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=2e-5)
@@ -231,8 +232,8 @@ def test_native_outputs_are_the_references(path: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["the smallest", "scan, the smallest"])
 @pytest.mark.parametrize("kind", BACKENDS)
-def test_gates_at_their_ends(kind: str, name: str) -> None:
-    """A decay of nothing and of all, strengths of 0 and 1, and inputs of 0 leave finite states."""
+def test_extreme_gates_leave_finite_states(kind: str, name: str) -> None:
+    """Decays of 0 and 1, strengths of 0 and 1, and zero inputs."""
     spec, _ = SPECS[name]
     assert spec.num_heads == 1
     extreme = {**tables(name), "a": np.repeat(np.float32([-200, 200, 0, 90, -90]), 10)[:, None]}
@@ -240,7 +241,7 @@ def test_gates_at_their_ends(kind: str, name: str) -> None:
     extreme["qkv"] = np.where(np.arange(VOCAB)[:, None] % 7 == 0, 0, extreme["qkv"]).astype(np.float32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(globals(), "tables", lambda _: extreme)
-        on, sequence = machine(kind, name, 1), new_sequence(range(VOCAB))
+        on, sequence = build_layer(kind, name, 1), new_sequence(range(VOCAB))
         sequence.block_table.extend(range(4))
         arrays = ([0], [-1], [0], [VOCAB], [0, 1], [VOCAB], [0])
         out = on.run([Rows(sequence, 0, range(VOCAB), 0)], StateSteps(*(np.array(a, np.int32) for a in arrays)))

@@ -1,4 +1,4 @@
-"""Blocks that outlive their process, on native: the bits of the next one are those that it would have computed."""
+"""KV spill on the native backend: a later process gives the same bits from stored blocks."""
 
 import json
 import signal
@@ -40,7 +40,7 @@ OTHER_KINDS = [("llama", "int8"), ("deepseek_v4", "int8"), ("llama", "float32"),
 
 
 @pytest.mark.parametrize(("family", "kind"), [*((family, "bfloat16") for family in FAMILIES), *OTHER_KINDS])
-def test_the_bits_are_the_same(family: str, kind: str, tmp_path: Path) -> None:
+def test_stored_blocks_give_the_same_bits(family: str, kind: str, tmp_path: Path) -> None:
     settings = {**SETTINGS, "kv_cache_dtype": kind}
     with LLM(model_of(family), **settings) as plain:
         expected = answer(plain)
@@ -53,8 +53,8 @@ def test_the_bits_are_the_same(family: str, kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_5"])
-def test_portable_files_serve_other_paths(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Written by plain C++, read by the best path; only with portable bits."""
+def test_portable_blocks_serve_other_paths(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks written by the portable path are read by the best path, only with portable bits."""
     settings = {**SETTINGS, "portable_bits": True, "kv_spill": str(tmp_path)}
     with monkeypatch.context() as changed:
         changed.setattr("headstart.kernels.native.backend.paths", lambda portable_bits: ["portable"])
@@ -68,7 +68,7 @@ def test_portable_files_serve_other_paths(family: str, tmp_path: Path, monkeypat
         assert third.engine.memory.spill.hits.total() == 0
 
 
-def test_slots_of_pools_are_their_memory() -> None:
+def test_slots_are_views_of_the_pool() -> None:
     from headstart.kernels.native.backend import NativeBackend
 
     backend = NativeBackend(threads=1)
@@ -99,15 +99,15 @@ for turn in range(int(sys.argv[4]), 10**6):
 """
 
 
-def writer(folder: Path, first: int) -> subprocess.Popen[str]:
+def start_writer(folder: Path, first: int) -> subprocess.Popen[str]:
     words = [sys.executable, "-c", WRITER, model_of("llama"), str(folder), str(Path(__file__).parent), str(first)]
     return subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
 
 
 @pytest.mark.slow
-def test_killed_processes_that_share_a_folder(tmp_path: Path) -> None:
-    """kill -9 of one of two that write: the other goes on, and whoever comes next finds only what is right."""
-    processes = [writer(tmp_path, 0), writer(tmp_path, 20)]
+def test_killed_writers_leave_valid_blocks(tmp_path: Path) -> None:
+    """After kill -9 of one of two writers the other continues, and later engines find only valid blocks."""
+    processes = [start_writer(tmp_path, 0), start_writer(tmp_path, 20)]
     for process in processes:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
     lines = []

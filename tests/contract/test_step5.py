@@ -1,4 +1,4 @@
-"""Step-5 beside a reading of vLLM's code, with contexts of more regions than its indexers select."""
+"""Step-5 compared with a reading of vLLM's code, for contexts with more regions than its indexers select."""
 
 from functools import cache
 from pathlib import Path
@@ -36,25 +36,25 @@ def checkpoint() -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 
 
 @cache
-def written() -> Path:
+def folder() -> Path:
     return write_model(new_folder(), *checkpoint())
 
 
 @pytest.mark.parametrize("backend", ["reference", "native"])
-def test_logits_of_vllm_with_more_regions_than_are_selected(backend: str) -> None:
+def test_logits_with_selected_regions_match_the_reading(backend: str) -> None:
     settings: dict[str, Any] = {"kv_cache_dtype": "float32"} if backend == "native" else {}
-    model, (config, arrays) = model_at(written(), backend, **settings), checkpoint()
+    model, (config, arrays) = model_at(folder(), backend, **settings), checkpoint()
     tokens, settings = prompt_of(LENGTH, 5), {**settings, "backend": backend, "block_size": 16}
     engine = make(model, dtype="float32", drafter="none", max_model_len=LENGTH, **settings)
-    theirs = Reading(config, arrays)(torch.tensor(tokens))
+    theirs = Step5Reading(config, arrays)(torch.tensor(tokens))
     for first, chunk in ((LENGTH, 1), (7, 41)):
         ours = logits_in_chunks(engine, tokens, first, chunk)
         torch.testing.assert_close(ours.double(), theirs, atol=2e-4, rtol=0)
 
 
-class Reading:
-    """A reading of vLLM 0.33 `models/step5/nvidia` (model.py, ops/indexer_norm_rope.py, ops/summary_update.py,
-    ops/sparse_indexer_scores.py, ops/sparse_indexer.py), in float64, without its rounding of indexers to FP8."""
+class Step5Reading:
+    """After vLLM 0.33 `models/step5/nvidia` (model.py, ops/indexer_norm_rope.py, ops/summary_update.py,
+    ops/sparse_indexer_scores.py, ops/sparse_indexer.py), in float64, without rounding indexers to FP8."""
 
     def __init__(self, config: dict[str, Any], arrays: dict[str, np.ndarray]) -> None:
         self.config, self.arrays = config, {name: torch.tensor(each).double() for name, each in arrays.items()}
@@ -80,10 +80,10 @@ class Reading:
         q, k, v = (self.linear(x, f"{at}.{part}_proj").unflatten(-1, (-1, dim)) for part in "qkv")
         q, k = (self.rope(layer, self.norm(each, f"{at}.{part}_norm")) for each, part in ((q, "q"), (k, "k")))
         k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
-        behind = rows[:, None] - rows
-        seen = behind >= 0
+        distance = rows[:, None] - rows
+        seen = distance >= 0
         if self.config["layer_types"][layer] == "sliding_attention":
-            seen = seen & (behind < self.config["sliding_window"])
+            seen = seen & (distance < self.config["sliding_window"])
         else:
             seen = (seen & self.selected(layer, x)).repeat_interleave(
                 self.config["num_attention_heads"] // self.config["num_attention_groups"], 0
@@ -93,14 +93,14 @@ class Reading:
         return self.linear((out * self.linear(x, f"{at}.g_proj").sigmoid()[..., None]).flatten(1), f"{at}.o_proj")
 
     def selected(self, layer: int, x: Tensor) -> Tensor:
-        """bool [KV heads, R, R]: positions of the regions that each row selects, and of its own region."""
+        """bool [KV heads, R, R]: positions in the regions that each row selects, and in the row's own region."""
         at, sparse = f"model.layers.{layer}.self_attn.sparse_indexer", self.config["sparse_config"]
         dim, size, groups = sparse["proxy_dim"], sparse["region_block_size"], self.config["num_attention_groups"]
         q = self.norm(self.linear(x, f"{at}_q").unflatten(-1, (-1, dim)), f"{at}_q_norm")
         norm = self.arrays[f"{at}_k_norm.weight"], self.arrays[f"{at}_k_norm.bias"]
         k = layer_norm(self.linear(x, f"{at}_k"), (dim,), *norm, self.config["rms_norm_eps"])[:, None]
         q, k = (self.rope(layer, each, sparse["sparse_indexer_rope_dim"]) for each in (q, k))
-        count, rows = len(x) // size, torch.arange(len(x))  # closed regions
+        count, rows = len(x) // size, torch.arange(len(x))  # complete regions
         shares = self.linear(x, f"{at}_z")[: count * size].unflatten(0, (-1, size)).softmax(1)
         summaries = (shares * k[: count * size, 0].unflatten(0, (-1, size))).sum(1)
         weights = self.linear(x, f"{at}_w").unflatten(-1, (groups, -1)) * (q.shape[1] // groups) ** -0.5
@@ -108,14 +108,14 @@ class Reading:
         scores = torch.einsum("grhn,rgh->grn", products, weights)
         current = rows // size
         scores = scores.masked_fill(torch.arange(count) >= current[:, None], -torch.inf)
-        # ties, of regions without a product above 0: the lower one
+        # ties between regions without a positive product go to the lower region
         best = scores.sort(dim=-1, descending=True, stable=True)
         chosen = torch.zeros(groups, len(x), count + 1, dtype=torch.bool)
         chosen.scatter_(-1, best.indices[..., : sparse["topk"]], (best.values > -torch.inf)[..., : sparse["topk"]])
         return (chosen | (torch.arange(count + 1) == current[:, None]))[..., rows // size]
 
     def rope(self, layer: int, x: Tensor, width: int = 0) -> Tensor:
-        """[R, heads, D]: rotates pairs of the first features, from both halves of them. width: 0: of attention."""
+        """[R, heads, D]: rotates pairs formed from both halves of the first features. width 0: that of attention."""
         width = width or int(self.config["head_dim"] * self.config["partial_rotary_factors"][layer])
         rates = self.config["rope_theta"][layer] ** (-torch.arange(0, width, 2).double() / width)
         if self.config["layer_types"][layer] in self.config["yarn_only_types"]:
@@ -127,11 +127,11 @@ class Reading:
 
     def scaled(self, rates: Tensor) -> Tensor:
         """Llama 3's scaling of frequencies."""
-        told = self.config["rope_scaling"]
-        low, high = told["low_freq_factor"], told["high_freq_factor"]
-        turns = told["original_max_position_embeddings"] * rates / (2 * torch.pi)
+        scaling = self.config["rope_scaling"]
+        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+        turns = scaling["original_max_position_embeddings"] * rates / (2 * torch.pi)
         smooth = ((turns - low) / (high - low)).clamp(0, 1)
-        return (1 - smooth) * rates / told["factor"] + smooth * rates
+        return (1 - smooth) * rates / scaling["factor"] + smooth * rates
 
     def dense(self, at: str, x: Tensor) -> Tensor:
         return self.linear(silu(self.linear(x, f"{at}.gate_proj")) * self.linear(x, f"{at}.up_proj"), f"{at}.down_proj")
@@ -151,7 +151,7 @@ class Reading:
         return routed + self.dense(f"{at}.share_expert", x)
 
 
-def test_names_of_indexers() -> None:
+def test_indexer_tensors_are_renamed() -> None:
     names = family_named("step5_vl").names
     for at in ("model.language_model.layers.4.self_attn.", "model.layers.4.self_attn."):
         assert names.canonical(f"{at}sparse_indexer_z.weight") == "layers.4.self_attn.indexer.pool_gate"
@@ -166,7 +166,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("key", WRONG)
-def test_what_is_not_run_is_refused(key: str) -> None:
+def test_unsupported_sparse_configs_are_refused(key: str) -> None:
     family = family_of("step3p5")
     sparse = CONFIG["sparse_config"] | {key: WRONG[key]}
     with pytest.raises(ModelError, match=r"config\.json: "):

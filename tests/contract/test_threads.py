@@ -1,4 +1,4 @@
-"""Several threads on one LLM, and several LLMs on one model: every text is the one it is alone."""
+"""Several threads on one LLM, and several LLMs on one model: every text equals that of a single thread."""
 
 import random
 import subprocess
@@ -21,7 +21,7 @@ from headstart.machine import Node
 NATIVE = pytest.mark.skipif(limits(EngineConfig()) is not None, reason="not built")
 CASES = [
     pytest.param("native", "mimo", marks=NATIVE),  # with an MTP head
-    pytest.param("native", "qwen3_5_moe", marks=NATIVE),  # with memory of their own in a pass: states, experts
+    pytest.param("native", "qwen3_5_moe", marks=NATIVE),  # states and experts use memory of their own in a pass
     ("reference", "mimo"),
 ]
 SETTINGS: dict[str, Any] = {"threads": 2, "block_size": 16, "kv_blocks": 40, "max_model_len": 256, "depth": 3}
@@ -37,10 +37,10 @@ def config_of(backend: str) -> EngineConfig:
     return EngineConfig(backend=backend, **SETTINGS | dtype)
 
 
-def asked(number: int) -> tuple[list[int], SamplingParams]:
-    """A prompt and how to go on with it: lengths, beginnings and parameters are of all kinds."""
+def varied_request(number: int) -> tuple[list[int], SamplingParams]:
+    """A prompt and its sampling parameters, of various lengths, prefixes and settings."""
     rng = random.Random(number)
-    shared = [7] * rng.choice((0, 20, 40))  # prefixes that are found again
+    shared = [7] * rng.choice((0, 20, 40))  # prefixes for the prefix cache
     params = SamplingParams(
         temperature=rng.choice((0.0, 0.9)), seed=number, max_tokens=rng.randrange(1, 30), ignore_eos=True,
         n=rng.choice((1, 1, 2)), logprobs=rng.choice((None, 2)), frequency_penalty=rng.choice((0.0, 0.5)),
@@ -50,19 +50,19 @@ def asked(number: int) -> tuple[list[int], SamplingParams]:
 
 
 def answer(llm: LLM, number: int) -> list[tuple[Any, ...]]:
-    prompt, params = asked(number)
+    prompt, params = varied_request(number)
     [done] = llm.generate([prompt], params)
     return [(each.token_ids, each.text, each.finish_reason, each.logprobs) for each in done.choices]
 
 
 def drop_a_stream(llm: LLM, number: int) -> None:
-    prompt, params = asked(number)
+    prompt, params = varied_request(number)
     next(llm.stream(prompt, SamplingParams(max_tokens=20, ignore_eos=True, seed=params.seed)))
 
 
 @pytest.mark.parametrize(("backend", "family"), CASES)
-def test_threads_on_one_llm_and_llms_on_one_model(backend: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    two_nodes = Node(0, ((0,),)), Node(1, ((1,),))  # each thread a group, as where each has a socket
+def test_threads_share_llms_and_llms_share_a_model(backend: str, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    two_nodes = Node(0, ((0,),)), Node(1, ((1,),))  # each thread is a group, as with two sockets
     monkeypatch.setattr(machine, "nodes", lambda: two_nodes)
     model = load(family, backend)
     first, second = (LLM(model, config_of(backend)) for _ in range(2))
@@ -84,8 +84,8 @@ def test_threads_on_one_llm_and_llms_on_one_model(backend: str, family: str, mon
         assert not llm.shared.inboxes
 
 
-def test_llms_are_made_in_threads_while_others_run() -> None:
-    """Also on one model: what a drafter or a head takes of the weights is packed while passes run."""
+def test_llms_are_built_while_others_run() -> None:
+    """Also on the same model: weights of drafters and heads are packed while passes run."""
     backend = "native" if limits(EngineConfig()) is None else "reference"
     model = load("mimo", backend)
     llm = LLM(model, config_of(backend))
@@ -118,9 +118,9 @@ def run_script(code: str) -> None:
 
 
 @NATIVE
-def test_a_child_process_has_threads_of_its_own() -> None:
-    """Those of its parent are not there: a pool that waits for them waits for ever. In a process of its own, as a
-    crowded test process is not to be forked."""
+def test_forked_process_starts_its_own_threads() -> None:
+    """The parent's threads do not exist in the child, so waiting for them would never end. Runs in a separate process,
+    since a test process with many threads should not fork."""
     run_script("""
 alone = llm.generate([[5, 6]], params)[0].token_ids
 child = os.fork()
@@ -136,9 +136,9 @@ sys.exit(os.waitpid(child, 0)[1])
 
 @NATIVE
 @pytest.mark.slow
-def test_interrupts_leave_the_others_going() -> None:
-    """Ctrl-C again and again in the main thread, at any place: another thread's texts are right or end with an error,
-    nothing waits for ever, and nothing is left in the engine."""
+def test_interrupts_do_not_affect_other_threads() -> None:
+    """Repeated Ctrl-C in the main thread: texts of another thread are right or end with an error, nothing blocks, and
+    the engine keeps no state."""
     run_script("""
 faulthandler.dump_traceback_later(250, exit=True)
 def ask():

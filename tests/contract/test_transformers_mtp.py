@@ -1,7 +1,7 @@
-"""Native MTP modules against transformers' `generate(use_mtp=True)`: the same text, and its draft logits are ours.
+"""Native MTP modules compared with transformers' `generate(use_mtp=True)`: equal text and draft logits.
 
-transformers finds the modules by layer numbers of the released models; the tiny model's number is set on the instance.
-"""
+Transformers finds the modules by layer numbers of the released models; the tiny model's number is set on the
+instance."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from family_rows import ROWS
 from support import family_of, make, new_sequence, prompt_of, request, run, tiny_model
-from test_families import Forced, changed
+from test_families import ForcedDraw, hashable
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
@@ -19,8 +19,8 @@ from headstart.drafters.base import DraftRequest
 MAX_TOKENS = 40
 
 
-class Recorder:
-    """Stands around MtpModel.forward: draft logits by the number of tokens known."""
+class MtpRecorder:
+    """Wraps MtpModel.forward and records draft logits by the number of known tokens."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: dict[int, Tensor] = {}
@@ -36,12 +36,12 @@ class Recorder:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [name for name, row in ROWS.items() if row.transformers_mtp is not None])
-def test_drafts_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny_model(family, dtype="float32", **changed(dict(ROWS[family].transformers_mtp or {})))
+def test_drafts_match_transformers(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_model(family, dtype="float32", **hashable(dict(ROWS[family].transformers_mtp or {})))
     oracle = AutoModelForCausalLM.from_pretrained(model.checkpoint.path, dtype=torch.float32)
-    if not family_of(family).names.of_modules:  # the modules are layers after the trunk's
+    if not family_of(family).names.of_modules:  # modules are layers after the trunk's
         oracle._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{model.config.num_layers}.*"]
-    drafts, prompt = Recorder(monkeypatch), prompt_of(9, 6)
+    drafts, prompt = MtpRecorder(monkeypatch), prompt_of(9, 6)
     given = torch.tensor([prompt])
     with torch.inference_mode():
         found = oracle.generate(
@@ -51,7 +51,7 @@ def test_drafts_of_transformers(family: str, monkeypatch: pytest.MonkeyPatch) ->
     tokens = found[0].tolist()
     engine = make(model, dtype="float32", drafter="mtp", depth=1)
     assert run(engine, [request(prompt, max_tokens=MAX_TOKENS, stops=())])["r", 0].tokens == tokens[len(prompt) :]
-    engine.runner.draw = forced = Forced([*tokens, 0])
+    engine.runner.draw = forced = ForcedDraw([*tokens, 0])
     assert len(drafts.seen) > MAX_TOKENS // 2
     for length, expected in drafts.seen.items():
         sequence = new_sequence(engine, tokens, length, length - 1)

@@ -1,5 +1,6 @@
-"""DeepSeek-V4.1: tensors and keys as released, numbers of normalized tokens, what is refused.
-Logits: test_families.py and test_v4_dspark.py."""
+"""DeepSeek-V4.1: released tensors and keys, numbers of normalized tokens, refused configs.
+
+test_families.py and test_v4_dspark.py compare logits."""
 
 import json
 import logging
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 from readings import token_map
 from support import family_of, make, model_at, prompt_of, request, run
-from test_v4_dspark import DSPARK_V41, written
+from test_v4_dspark import DSPARK_V41, write_tiny_checkpoint
 from tiny_models import tiny_tokenizer, write_model
 from tokenizers import Tokenizer, models
 
@@ -29,9 +30,9 @@ FP8 = {
 MATRICES = (".wq_a", ".wq_b", ".wkv", ".wo_a", ".wo_b", "main_proj", ".w1", ".w2", ".w3")
 
 
-def released(folder: Path) -> Path:
-    """The tiny model with nested keys and tensors of images, in FP8 with blocks of 32 x 32 (tables: of 32 columns), and
-    experts in FP4."""
+def write_released(folder: Path) -> Path:
+    """The tiny model with nested keys and image tensors, in FP8 with blocks of 32 x 32 (tables: of 32 columns), and FP4
+    experts."""
     sizes = {"engram_head_dim": 64, "hidden_size": 64, "moe_intermediate_size": 32}
     config, arrays = family_of(FAMILY).tiny(**DSPARK_V41, **sizes)
     stored: dict[str, Any] = dict(arrays)
@@ -57,9 +58,9 @@ def released(folder: Path) -> Path:
     return path
 
 
-def test_tensors_and_keys_as_released(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_released_tensors_and_keys_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        model = model_at(released(tmp_path / "model"))
+        model = model_at(write_released(tmp_path / "model"))
     assert "reads text only" in caplog.text and "does not have" not in caplog.text and model.head
     table = model.weights.tensors["layers.0.memory.embed_tokens.weight"]
     assert table.dtype.startswith("E4M3") and 0 < table.float32().min() < table.float32().max()
@@ -67,17 +68,17 @@ def test_tensors_and_keys_as_released(tmp_path: Path, caplog: pytest.LogCaptureF
     assert run(make(model), texts)["r", 0].tokens == run(make(model, drafter="none"), texts)["r", 0].tokens
 
 
-def test_numbers_of_normalized_tokens() -> None:
+def test_normalized_token_numbers_match_the_reading() -> None:
     tokenizer = tiny_tokenizer(131)
     assert [*normalized_numbers(tokenizer)] == token_map(131)[: tokenizer.get_vocab_size()]
     words = ["the", " The", "THÉ", "\uff34HE", " ", "\n\n", "", "ß", "\ufffd"]
     plain = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}))
     assert [*normalized_numbers(plain)] == [0, 0, 0, 0, 1, 1, 2, 3, 4]
     with pytest.raises(ModelError, match="88 different normalized tokens, but engram_compressed_vocab_size is 87"):
-        model_at(written(FAMILY, engram_compressed_vocab_size=87))
+        model_at(write_tiny_checkpoint(FAMILY, engram_compressed_vocab_size=87))
 
 
-def test_hashes_of_the_published_tables() -> None:
+def test_hash_sizes_and_factors_of_published_tables() -> None:
     sizes = primes_from(16_000_000, 48)
     assert [sum(sizes[:24]), sum(sizes[24:])] == [384006168, 384016682]  # engram_num_embeddings
     bound = (2**63 - 1) // 99092 // 2
@@ -86,11 +87,11 @@ def test_hashes_of_the_published_tables() -> None:
         assert _factors(layer, 4, 99092) == tuple((drawn * 2 + 1).tolist())
 
 
-def test_a_plan_counts_shared_entries_once() -> None:
+def test_plan_counts_shared_entries_once() -> None:
     family = family_of(FAMILY)
     sizes = family.read(family.tiny_config())
     mixers = [layer.mixer for layer in sizes.cost().layers]
-    entry = mixers[1].kv_width + mixers[1].index_width  # two layers make entries, of 2 positions and of 1
+    entry = mixers[1].kv_width + mixers[1].index_width  # two layers write entries, for 2 positions and for 1
     assert sum(each.cached(1002) - each.cached(1000) for each in mixers) == entry * (1 + 2)
     keys = [each.index_width > 0 and each.index_work > 0 for each in mixers]
     assert keys == [False, True, False, True, False, True]
@@ -101,8 +102,8 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"compress_ratios": [0, 2, 2]}, "compress_ratios"),
     ({"compress_ratios": [0, 2, 2, 2, 1, 1], "candidate_source_layer_id": -1}, "layer 4 needs a layer before it"),
     ({"compress_ratios": [0, 2, 2, 1, 1, 0], "candidate_source_layer_id": -1}, "layer 5 selects"),
-    ({"candidate_source_layer_id": 1}, "candidate_source_layer_id is 1"),  # of another ratio
-    ({"candidate_source_layer_id": 2}, "candidate_source_layer_id is 2"),  # selects nothing
+    ({"candidate_source_layer_id": 1}, "candidate_source_layer_id is 1"),  # another ratio
+    ({"candidate_source_layer_id": 2}, "candidate_source_layer_id is 2"),  # selects no candidates
     ({"kv_source_layer_ids": [3]}, "layer 1 needs a layer before it"),
     ({"index_source_layer_ids": [1]}, "index_source_layer_ids"),
     ({"kv_source_layer_ids": [1, -1]}, "kv_source_layer_ids"),
@@ -116,7 +117,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("changes", "said"), WRONG)
-def test_what_is_not_run_is_refused(changes: dict[str, Any], said: str) -> None:
+def test_unsupported_configs_are_refused(changes: dict[str, Any], said: str) -> None:
     family = family_of(FAMILY)
     with pytest.raises(ModelError, match=said):
         family.read(family.tiny_config(**changes))

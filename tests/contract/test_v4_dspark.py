@@ -1,5 +1,5 @@
-"""DeepSeek-V4 with a DSpark drafter inside the checkpoint (V4-Flash-0731), and V4.1: what it computes equals a reading
-of DeepSeek's and vLLM's code, the text is that of plain decoding, and a drafter that cannot run leaves the trunk."""
+"""DeepSeek-V4 with a DSpark drafter in the checkpoint (V4-Flash-0731), and V4.1: drafts equal a reading of DeepSeek's
+and vLLM's code, the text equals plain decoding, and a broken drafter leaves the trunk served."""
 
 import json
 import logging
@@ -41,18 +41,17 @@ KEYS = {"deepseek_v4": DSPARK, "deepseek_v41": DSPARK_V41}
 
 
 @cache
-def written(family: str = "deepseek_v4", **changes: Any) -> Path:
-    """The tiny checkpoint."""
+def write_tiny_checkpoint(family: str = "deepseek_v4", **changes: Any) -> Path:
     return write_model(new_folder(), *family_of(family).tiny(**{**KEYS[family], **changes}))
 
 
 @cache
 def loaded(backend: str = "reference", dtype: str = "float64", family: str = "deepseek_v4", **changes: Any) -> Model:
-    return model_at(written(family, **changes), backend, dtype)
+    return model_at(write_tiny_checkpoint(family, **changes), backend, dtype)
 
 
-def unrounded(model: Model) -> Model:
-    """The model with its drafter's matrices as they are in the file: native rounds those that only draft."""
+def with_exact_drafter(model: Model) -> Model:
+    """The model with unrounded matrices of its drafter, which the native backend quantizes by default."""
     assert model.head
     weights = Weights(model.weights.tensors, model.backend, "the file")
     modules = head_kind("block").modules(weights, model.head.spec, model.config.hidden_size)
@@ -63,8 +62,8 @@ def unrounded(model: Model) -> Model:
 # (ComputeDSparkNoncausalSWAIndicesKernel), and of DeepSeek's `inference/model.py`, in torch, for one sequence.
 
 
-class Drafter:
-    """The drafter's formulas over the tensors as they are in the files, in float64."""
+class ReferenceDrafter:
+    """The drafter's formulas over unrounded tensors, in float64."""
 
     markov = "markov_w1", "markov_w2"
 
@@ -85,12 +84,12 @@ class Drafter:
         return rotate_pairs(x, positions, self.config["rope_theta"], width, inverse=inverse)
 
     def keys(self, stage: int, x: Tensor, positions: Tensor) -> Tensor:
-        """[R, H] -> [R, D], keys and values of all heads."""
+        """Keys, which are also the values, of all heads: [R, H] -> [R, D]."""
         kv = self.norm(linear(x, self.at(stage, "attn.wkv.weight")), self.at(stage, "attn.kv_norm.weight"))
         return self.rope(kv[:, None], positions)[:, 0]
 
     def attention(self, stage: int, x: Tensor, positions: Tensor, context: Tensor) -> Tensor:
-        """Every row sees the last `sliding_window` positions of the context [N, D], and the whole block."""
+        """Each row sees the last `sliding_window` positions of the context [N, D], and the whole block."""
         heads, dim = self.config["num_attention_heads"], self.config["head_dim"]
         low = self.norm(linear(x, self.at(stage, "attn.wq_a.weight")), self.at(stage, "attn.q_norm.weight"))
         q = self.norm(linear(low, self.at(stage, "attn.wq_b.weight")).unflatten(-1, (heads, dim)))
@@ -135,7 +134,7 @@ class Drafter:
         return post[..., None] * y[:, None] + torch.einsum("rjk,rjh->rkh", square, x)
 
     def __call__(self, states: Tensor, anchor: int) -> tuple[Tensor, Tensor]:
-        """Taps [N, taps * H] of positions 0 .. N - 1, the token at N -> (base logits [B, V], sums [B, H])."""
+        """From taps [N, taps * H] of positions 0 .. N - 1 and the token at N: base logits [B, V] and sums [B, H]."""
         main = self.norm(linear(states, self.at(0, "main_proj.weight")), self.at(0, "main_norm.weight"))
         before, positions = torch.arange(len(states)), len(states) + torch.arange(BLOCK_SIZE)
         ids = [anchor] + [NOISE] * (BLOCK_SIZE - 1)
@@ -163,7 +162,7 @@ class Drafter:
         return tokens[1:], confidences
 
 
-class DrafterOfV41(Drafter):
+class ReferenceDrafterV41(ReferenceDrafter):
     markov = "embed", "head"
 
     def __call__(self, states: Tensor, anchor: int) -> tuple[Tensor, Tensor]:
@@ -176,11 +175,12 @@ def reading_of(config: Mapping[str, Any], arrays: Mapping[str, Tensor]) -> Deeps
     return reading
 
 
-def taps_of(model: Model, tokens: list[int]) -> tuple[Drafter, Tensor]:
-    """The oracle, and the oracle's mean of the streams after each target layer (V4.1: before it), [T, taps * H]."""
+def taps_of(model: Model, tokens: list[int]) -> tuple[ReferenceDrafter, Tensor]:
+    """The reference drafter, and the mean of the oracle's streams after each target layer (V4.1: before it), [T, taps *
+    H]."""
     if model.checkpoint.config["model_type"] != "deepseek_v4":
         arrays = {name: torch.tensor(each.float32()) for name, each in model.checkpoint.tensors.items()}
-        drafter = DrafterOfV41(model.checkpoint.config, arrays)
+        drafter = ReferenceDrafterV41(model.checkpoint.config, arrays)
         _, means = reading_of(drafter.config, drafter.arrays).trunk(torch.tensor(tokens))
         return drafter, torch.cat([means[each] for each in DSPARK_V41["dspark_target_layer_ids"]], -1)
     config, tensors = config_and_tensors("deepseek_v4", model)
@@ -196,24 +196,22 @@ def taps_of(model: Model, tokens: list[int]) -> tuple[Drafter, Tensor]:
         oracle.model.layers[layer].register_forward_hook(keep(layer))
     with torch.no_grad():
         oracle(torch.tensor([tokens]), use_cache=False)
-    drafter = Drafter(model.checkpoint.config, tensors)
+    drafter = ReferenceDrafter(model.checkpoint.config, tensors)
     return drafter, torch.cat([found[each].reshape(len(tokens), -1, 48).mean(1) for each in TARGETS], -1).double()
 
 
 @pytest.mark.parametrize("family", KEYS)
 @pytest.mark.parametrize(("backend", "dtype"), [("reference", "float64"), ("native", "float32")])
 @pytest.mark.parametrize(("length", "window"), [(1, 64), (7, 64), (40, 64), (11, 11), (12, 11), (40, 11), (40, 2)])
-def test_what_it_drafts_is_what_public_code_says(
-    backend: str, dtype: str, length: int, window: int, family: str
-) -> None:
+def test_drafts_match_public_code(backend: str, dtype: str, length: int, window: int, family: str) -> None:
     exact: dict[str, Any] = {"kv_cache_dtype": "float32"} if backend == "native" else {}
-    path, tokens = written(family, sliding_window=window), [1, *prompt_of(length, 5)]
+    path, tokens = write_tiny_checkpoint(family, sliding_window=window), [1, *prompt_of(length, 5)]
     model = model_at(path, backend, dtype, **exact)
     oracle, taps = taps_of(model, tokens)
-    assert_drafts(unrounded(model), oracle, taps, tokens, backend=backend, dtype=dtype)
+    assert_drafts(with_exact_drafter(model), oracle, taps, tokens, backend=backend, dtype=dtype)
 
 
-# The text, in all the ways that an engine may run.
+# Texts with every engine setting.
 
 
 @cache
@@ -237,19 +235,19 @@ SETTINGS: Mapping[str, dict[str, Any]] = {
     *(("native", "float32", each) for each in SETTINGS),
     *(("reference", "float64", each) for each in ("batch", "preempted, chunks")),
 ])  # fmt: skip
-def test_the_text_is_that_of_plain_decoding(backend: str, dtype: str, settings: str, family: str) -> None:
+def test_drafts_keep_the_text(backend: str, dtype: str, settings: str, family: str) -> None:
     for temperature in (0.0, 0.8):
         how = {"backend": backend, "dtype": dtype, "depth": BLOCK_SIZE, "block_size": 16, **SETTINGS[settings]}
         engine = make(loaded(backend, dtype, family), **how)
-        for _ in range(2):  # the second time from the prefix cache
+        for _ in range(2):  # the second turn uses the prefix cache
             found = {key: each.tokens for key, each in run(engine, varied_requests(temperature)).items()}
             assert found == plain(backend, dtype, temperature, family)
         assert engine.drafting.drafter.method == "block" or "drafter" in SETTINGS[settings]
         assert engine.stats.drafted > 20 or "drafter" in SETTINGS[settings]
 
 
-def test_drafts_beyond_the_window() -> None:
-    """A window of 11 positions, and a text of 100."""
+def test_drafting_continues_beyond_the_window() -> None:
+    """The window has 11 positions, the text 100."""
     model = loaded(sliding_window=11)
     requests = lambda: [request(prompt_of(60, 3), max_tokens=40, stops=())]  # noqa: E731
     drafted = run(make(model, depth=3), requests())["r", 0]
@@ -257,17 +255,17 @@ def test_drafts_beyond_the_window() -> None:
     assert drafted.tokens == run(make(model, drafter="none"), requests())["r", 0].tokens
 
 
-# What the config and the files say.
+# Configs and files.
 
 
-def changed(path: Path, change: Any = None, **keys: Any) -> Path:
-    """A copy of the tiny checkpoint with other config keys and tensors."""
+def write_changed_checkpoint(path: Path, change: Any = None, **keys: Any) -> Path:
+    """A copy of the tiny checkpoint with changed config keys and tensors."""
     config, arrays = family_of("deepseek_v4").tiny(**DSPARK)
     return write_model(path, {**config, **keys}, change(arrays) if change else arrays)
 
 
-def test_inspect_speaks_of_the_drafter() -> None:
-    report = inspect.run(InspectOptions(model=str(written())))
+def test_inspect_reports_the_drafter() -> None:
+    report = inspect.run(InspectOptions(model=str(write_tiny_checkpoint())))
     heads = report.data["heads"]
     assert report.ok and heads["verdict"] == "alive" and report.data["here"]["runs"]
     assert [module["missing"] for module in heads["modules"]] == [[]] * STAGES
@@ -279,7 +277,7 @@ def without(part: str) -> Any:
     return lambda arrays: {name: each for name, each in arrays.items() if part not in name}
 
 
-def wide(arrays: Arrays) -> Arrays:
+def with_fewer_taps(arrays: Arrays) -> Arrays:
     name = "mtp.0.main_proj.weight"
     return {**arrays, name: np.ascontiguousarray(arrays[name][:, :-1])}
 
@@ -290,7 +288,7 @@ BROKEN: Mapping[str, tuple[Any, dict[str, Any], str]] = {
     "no confidence head": (without("confidence"), {}, r"mtp\.2\.confidence_head\.proj\.weight"),
     "no key of a layer": (without("mtp.1.attn.wkv"), {}, r"mtp\.1\.attn\.wkv\.weight"),
     "no drafter": (without("mtp."), {}, "no such tensors"),
-    "main_proj of fewer taps": (wide, {}, r"mtp\.0\.main_proj\.weight is \[48, 95\]"),
+    "main_proj of fewer taps": (with_fewer_taps, {}, r"mtp\.0\.main_proj\.weight is \[48, 95\]"),
     "a gated Markov head": (None, {"markov_head_type": "gated"}, "markov_head_type is 'gated'"),
     "a smaller draft vocabulary": (None, {"draft_vocab_size": 64}, "draft_vocab_size is 64"),
     "an unknown key": (None, {"dspark_gate": 3}, "dspark_gate 3"),
@@ -301,18 +299,16 @@ BROKEN: Mapping[str, tuple[Any, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_drafter_that_cannot_run_leaves_the_trunk(
-    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    change, keys, said = BROKEN[case]
-    path = changed(tmp_path / "model", change, **keys)
+def test_broken_drafter_leaves_the_trunk_served(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    change, keys, message = BROKEN[case]
+    path = write_changed_checkpoint(tmp_path / "model", change, **keys)
     with caplog.at_level(logging.WARNING):
         model = model_at(path, dtype="float64")
     assert model.head is None
     assert "served without" in caplog.text
     texts = [request(prompt_of(20, 3), max_tokens=8, stops=(EOS,))]
     assert run(make(model), texts)["r", 0].tokens == run(make(loaded(), drafter="none"), texts)["r", 0].tokens
-    with pytest.raises(ModelError, match=said):
+    with pytest.raises(ModelError, match=message):
         model_at(path, drafter="mtp")
     report = inspect.run(InspectOptions(model=str(path)))
     assert not report.ok and report.data["here"]["runs"] and report.data["heads"]["broken"]
@@ -322,8 +318,8 @@ def test_a_drafter_that_cannot_run_leaves_the_trunk(
     assert not caplog.text
 
 
-def test_keys_that_a_drafter_has_by_default(tmp_path: Path) -> None:
-    """Without a confidence head, with the experts of V4.1's drafter, with two stages."""
+def test_optional_drafter_keys(tmp_path: Path) -> None:
+    """No confidence head, the experts of V4.1's drafter, and two stages."""
     keys = {"enable_confidence_head": False, "dspark_n_routed_experts": 4, "dspark_num_experts_per_tok": 2}
     model = loaded(n_mtp_layers=2, **keys)
     assert model.head and not model.head.spec.block.confidence and model.head.spec.block.num_layers == 2

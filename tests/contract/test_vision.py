@@ -1,4 +1,4 @@
-"""Images in prompts: logits and texts against transformers' classes; the same text in any company."""
+"""Images in prompts: logits and texts equal transformers' classes, and texts are independent of the batch."""
 
 import json
 from collections.abc import Sequence as Seq
@@ -34,7 +34,7 @@ TEXT = "What is on it?"
 IMAGES = {1: random_image(1), 2: random_image(2, 90, 23), 3: random_image(3, 31, 64), 4: random_image(4, 1, 1)}
 
 
-image_processing_pil_gemma4._SUPPORTED_SOFT_TOKENS += (FILLED["max_soft_tokens"],)  # it refuses tiny images
+image_processing_pil_gemma4._SUPPORTED_SOFT_TOKENS += (FILLED["max_soft_tokens"],)  # transformers refuses tiny images
 PROCESSORS = {
     "gemma3": Gemma3ImageProcessorPil(size={"height": 32, "width": 32}),
     "smolvlm": SmolVLMImageProcessorPil(**CUT, return_row_col_info=True),
@@ -48,7 +48,7 @@ NOT_OF_MODELS = ("num_crops", "rows", "cols", "num_soft_tokens_per_image")
 
 
 @cache
-def seeing(kind: str, backend: str) -> Model:
+def load_vision_model(kind: str, backend: str) -> Model:
     settings: dict[str, Any] = {"kv_cache_dtype": "float32"} if backend == "native" else {}
     return model_at(published(kind)[1], backend, **settings)
 
@@ -59,7 +59,7 @@ def engine_of(model: Model, **settings: Any) -> Engine:
     return make(model, **{**common, **settings})
 
 
-def asked(model: Model, images: Seq[int], text: str = TEXT, **params: Any) -> Request:
+def request_with_images(model: Model, images: Seq[int], text: str = TEXT, **params: Any) -> Request:
     """A request with a placeholder for each image, the last one in the middle of the text."""
     assert model.tower
     marked = "".join(f"a{model.tower.placeholder}" for _ in images) + text
@@ -68,8 +68,8 @@ def asked(model: Model, images: Seq[int], text: str = TEXT, **params: Any) -> Re
     return replace(request(ids, **params), images=images)
 
 
-def truth(kind: str, images: Seq[int], one: Request, count: int) -> tuple[torch.Tensor, list[int]]:
-    """Logits [T, V] of a request's prompt by transformers, and its greedy text."""
+def expected_outputs(kind: str, images: Seq[int], one: Request, count: int) -> tuple[torch.Tensor, list[int]]:
+    """Logits [T, V] of the prompt and greedy text, by transformers."""
     oracle, _ = published(kind)
     prepared = PROCESSORS.get(kind, PROCESSORS["qwen"])([IMAGES[seed].pixels for seed in images], return_tensors="pt")
     prepared = {key: value for key, value in prepared.items() if key not in NOT_OF_MODELS}
@@ -92,11 +92,11 @@ def truth(kind: str, images: Seq[int], one: Request, count: int) -> tuple[torch.
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", ["reference", "native"])
-def test_logits_and_texts_are_those_of_transformers(kind: str, backend: str) -> None:
-    model = seeing(kind, backend)
+def test_logits_and_texts_match_transformers(kind: str, backend: str) -> None:
+    model = load_vision_model(kind, backend)
     engine = engine_of(model, max_model_len=256, kv_blocks=32)
-    one = asked(model, [1, 2, 3], max_tokens=8)
-    expected, text = truth(kind, [1, 2, 3], one, 8)
+    one = request_with_images(model, [1, 2, 3], max_tokens=8)
+    expected, text = expected_outputs(kind, [1, 2, 3], one, 8)
     sequence = Sequence(replace(one, params=replace(one.params, prompt_logprobs=0)), 0, list(one.prompt_ids), 0)
     assert engine.memory.reserve(sequence, len(sequence.tokens))
     logits = engine.runner.forward([Span(sequence, 0, len(sequence.tokens), 1)]).logits
@@ -108,9 +108,9 @@ def test_logits_and_texts_are_those_of_transformers(kind: str, backend: str) -> 
 
 @pytest.mark.parametrize("kind", GEMMA4)
 @pytest.mark.parametrize("backend", ["reference", "native"])
-def test_features_of_gemma4_are_those_of_transformers(kind: str, backend: str) -> None:
-    """Of images of odd sizes, each with the grid of transformers' processor."""
-    model, oracle = seeing(kind, backend), published(kind)[0]
+def test_features_of_gemma4_match_transformers(kind: str, backend: str) -> None:
+    """Images of odd sizes, with the grids of transformers' processor."""
+    model, oracle = load_vision_model(kind, backend), published(kind)[0]
     sizes = [(50, 41), (90, 23), (1, 1), (5, 70), (333, 7), (7, 333), (400, 400), (8, 8)]
     images = [random_image(5, width, height) for width, height in sizes]
     found = PROCESSORS[kind]([each.pixels for each in images], return_tensors="pt", input_data_format="channels_last")
@@ -125,10 +125,10 @@ def test_features_of_gemma4_are_those_of_transformers(kind: str, backend: str) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_text_is_the_same_in_any_company(kind: str) -> None:
-    model = seeing(kind, "native")
+def test_texts_are_independent_of_the_batch(kind: str) -> None:
+    model = load_vision_model(kind, "native")
     requests = [
-        asked(model, images, text, name=str(i), max_tokens=20, temperature=temperature)
+        request_with_images(model, images, text, name=str(i), max_tokens=20, temperature=temperature)
         for i, (images, text, temperature) in enumerate(
             [([1], TEXT, 0.0), ([2], TEXT, 0.8), ([1, 2], "Hm?", 0.0), ([], "no image at all", 0.9), ([1], TEXT, 0.0)]
         )
@@ -143,17 +143,17 @@ def test_the_text_is_the_same_in_any_company(kind: str) -> None:
     assert alone["0", 0] == alone["4", 0] != alone["1", 0]
     assert texts(max_num_seqs=8, drafter="ngram", depth=3) == alone
     assert texts(max_num_seqs=8, depth=3, **head) == alone
-    for budget in (5, 19, 24):  # less than an image, and cuts inside of it
+    for budget in (5, 19, 24):  # smaller than an image, so images are cut
         assert texts(max_num_batched_tokens=budget, depth=2, **head) == alone
     engine = engine_of(model, max_num_seqs=4, kv_blocks=9, max_num_batched_tokens=19, depth=2, **head)
     crowded = {key: each.tokens for key, each in run(engine, requests).items()}
     assert crowded == alone and engine.scheduler.num_preemptions
 
 
-def test_a_native_head_drafts_alike_in_one_call_and_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rotary positions of drafted tokens behind an image are those of the tokens in the text."""
-    model = seeing("qwen3_5", "native")
-    one = asked(model, [2, 1], max_tokens=24, ignore_eos=True, temperature=0.8)
+def test_whole_and_stepwise_drafts_after_images_are_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafted tokens after an image have the rotary positions of committed tokens."""
+    model = load_vision_model("qwen3_5", "native")
+    one = request_with_images(model, [2, 1], max_tokens=24, ignore_eos=True, temperature=0.8)
 
     def drafts() -> list[list[int]]:
         found = list[list[int]]()
@@ -168,8 +168,8 @@ def test_a_native_head_drafts_alike_in_one_call_and_step_by_step(monkeypatch: py
 
 
 @pytest.mark.parametrize("kind", QWEN)
-def test_a_image_has_the_same_features_in_any_pool(kind: str) -> None:
-    model = seeing(kind, "native")
+def test_features_are_independent_of_the_pool(kind: str) -> None:
+    model = load_vision_model(kind, "native")
     assert model.vision and model.tower
     images = [model.tower.prepare(each).pieces[0].image for each in IMAGES.values()]
     alone = [VisionEncoder(model.backend, model.vision).features(each) for each in images]
@@ -180,8 +180,8 @@ def test_a_image_has_the_same_features_in_any_pool(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "mistral3"])
-def test_the_kv_cache_leaves_memory_for_the_tower(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, free, sizes = seeing(kind, "native"), 2 * MAX_BYTES, list[int]()
+def test_kv_cache_leaves_memory_for_the_vision_tower(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, free, sizes = load_vision_model(kind, "native"), 2 * MAX_BYTES, list[int]()
     assert model.vision and model.tower
     monkeypatch.setattr(type(model.backend), "free_memory", lambda self: free)
     largest = max(each.image.patches.shape[0] for each in model.tower.prepare(random_image(1, 400, 400)).pieces)
@@ -197,10 +197,10 @@ def test_the_kv_cache_leaves_memory_for_the_tower(kind: str, monkeypatch: pytest
     assert sizes[0] - tower == pytest.approx(sizes[1] - build.MEMORY_SHARE["cpu"] * tower, rel=0.01)
 
 
-def test_the_prefix_cache_knows_images() -> None:
-    model = seeing("gemma3", "native")
+def test_prefix_cache_distinguishes_images() -> None:
+    model = load_vision_model("gemma3", "native")
     engine = engine_of(model)
-    first, same, other = (asked(model, [seed], TEXT, max_tokens=4) for seed in (1, 1, 2))
+    first, same, other = (request_with_images(model, [seed], TEXT, max_tokens=4) for seed in (1, 1, 2))
     assert first.prompt_ids == other.prompt_ids
     expected = run(engine, [first])["r", 0].tokens
     hits = engine.scheduler.prefix_hits
@@ -211,19 +211,22 @@ def test_the_prefix_cache_knows_images() -> None:
     assert engine.scheduler.prefix_hits == hits
 
 
-def test_what_is_said_about_towers(tmp_path: Path) -> None:
-    model = seeing("gemma3", "reference")
+def test_vision_towers_are_reported(tmp_path: Path) -> None:
+    model = load_vision_model("gemma3", "reference")
     assert runs_here(model.checkpoint)["vision"] == {"layers": 2, "tokens": 16}
-    assert runs_here(seeing("qwen3_vl", "reference").checkpoint)["vision"] == {"layers": 3, "tokens": 32}
-    assert runs_here(seeing("smolvlm", "reference").checkpoint)["vision"] == {"layers": 2, "tokens": 40}
+    assert runs_here(load_vision_model("qwen3_vl", "reference").checkpoint)["vision"] == {"layers": 3, "tokens": 32}
+    assert runs_here(load_vision_model("smolvlm", "reference").checkpoint)["vision"] == {"layers": 2, "tokens": 40}
     copied(qwen("qwen2_5_vl")[1], tmp_path, model_type="qwen2_vl")
     with pytest.raises(UsageError, match="reads text only: the vision tower of qwen2_vl models is not supported"):
         check_tower(model_at(tmp_path))
 
 
-def test_squares_of_images() -> None:
-    """Prompts are those of transformers' processor."""
-    model, sizes = seeing("smolvlm", "reference"), [(50, 41), (90, 23), (31, 64), (16, 15), (333, 7), (5, 70)]
+def test_image_tiles_match_transformers() -> None:
+    """Prompts equal those of transformers' processor."""
+    model, sizes = (
+        load_vision_model("smolvlm", "reference"),
+        [(50, 41), (90, 23), (31, 64), (16, 15), (333, 7), (5, 70)],
+    )
     some = [random_image(1, width, height) for width, height in sizes]
     assert model.tower
     found = PROCESSORS["smolvlm"]([each.pixels for each in some], return_tensors="np")
@@ -235,17 +238,17 @@ def test_squares_of_images() -> None:
         assert sum(each.end - each.first for each in images) == text.count("<image>")
 
 
-def test_sizes_of_images() -> None:
-    tower = seeing("qwen3_vl", "reference").tower
+def test_image_grids_and_size_limits() -> None:
+    tower = load_vision_model("qwen3_vl", "reference").tower
     assert tower
     assert [tower.prepare(each).pieces[0].image.grid for each in IMAGES.values()] == [(5, 6), (2, 11), (8, 4), (2, 2)]
     with pytest.raises(ImageError, match="402 x 2 pixels, and one side may be 200 times the other"):
         tower.prepare(random_image(1, 402, 2))
 
 
-def test_placeholders() -> None:
-    tower = seeing("gemma3", "reference").tower
-    tokenizer = seeing("gemma3", "reference").tokenizer
+def test_placeholders_are_expanded() -> None:
+    tower = load_vision_model("gemma3", "reference").tower
+    tokenizer = load_vision_model("gemma3", "reference").tokenizer
     assert tower
     image = tower.prepare(random_image(1))
     ids, (placed,) = tower.expand(tokenizer.encode("user\n<start_of_image>\nWhat"), [image])
@@ -267,23 +270,23 @@ WITHOUT = {
 
 
 @pytest.mark.parametrize(("kind", "without"), WITHOUT)
-def test_a_model_with_a_part_of_its_tower_reads_text(
+def test_model_with_an_incomplete_tower_reads_text_only(
     kind: str, without: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = published(kind)[1]
     vision = json.loads((source / "config.json").read_text())["vision_config"]
     copied(source, tmp_path, without, vision_config=vision if without else {**vision, "intermediate_size": 44})
     model = model_at(tmp_path)
-    said = WITHOUT[kind, without]
+    message = WITHOUT[kind, without]
     warnings = [each.getMessage() for each in caplog.records if "reads text only" in each.getMessage()]
     assert len(warnings) == 1 and warnings[0].endswith(f"reads text only: {model.no_tower}")
-    assert said in model.no_tower
+    assert message in model.no_tower
     report = inspect(InspectOptions(model=str(tmp_path))).lines
     assert not without or f"  reads text only: {model.no_tower}" in report
     assert not without or model.no_tower.endswith("headstart pull REPO")
     with pytest.raises(UsageError, match="reads text only: "):
         check_tower(model)
     ids = model.tokenizer.encode(TEXT)
-    whole = seeing(kind, "reference")
+    whole = load_vision_model(kind, "reference")
     texts = [run(make(each, dtype="float32"), [request(ids, max_tokens=4)])["r", 0] for each in (model, whole)]
     assert texts[0].tokens == texts[1].tokens

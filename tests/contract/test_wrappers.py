@@ -1,5 +1,4 @@
-"""Models that see: their text part against transformers' own class, without their towers; parts of messages that are
-not text are refused with one line."""
+"""Multimodal models: the text part without the towers equals transformers' class."""
 
 import importlib
 from pathlib import Path
@@ -34,7 +33,7 @@ CASES: dict[str, tuple[str, str, Config]] = {
 """model_type of a wrapper -> the family, transformers' class of the text part, and what its config says."""
 
 
-def text_part(kind: str, config: Config, tensors: dict[str, Tensor], tokens: list[int]) -> Tensor:
+def logits_of_text_model(kind: str, config: Config, tensors: dict[str, Tensor], tokens: list[int]) -> Tensor:
     """Logits [T, V] of transformers' text model."""
     module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
     named = {key: value for key, value in config.items() if key != "model_type" and value is not None}
@@ -48,11 +47,11 @@ def text_part(kind: str, config: Config, tensors: dict[str, Tensor], tokens: lis
 
 
 @pytest.mark.parametrize("kind", CASES)
-def test_the_text_part_is_that_of_transformers(kind: str, tmp_path: Path) -> None:
+def test_text_part_matches_transformers(kind: str, tmp_path: Path) -> None:
     family, _, changes = CASES[kind]
     config, arrays = family_of(family).tiny(**{"rope_theta": None, **changes})
     tokens = prompt_of(60, 5)
-    expected = text_part(kind, config, {name: torch.tensor(array) for name, array in arrays.items()}, tokens)
+    expected = logits_of_text_model(kind, config, {name: torch.tensor(array) for name, array in arrays.items()}, tokens)
     wrapper = {
         "model_type": kind, "text_config": {**config, "model_type": f"{kind}_text"}, "image_token_id": 5,
         "vision_config": {"hidden_size": 8}, "tie_word_embeddings": False, "video_token_id": 6,
