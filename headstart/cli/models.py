@@ -68,10 +68,11 @@ def remove(flags: RemoveFlags, output: OutputOptions) -> int:
     from headstart.core import Report
     from headstart.tools.inspect import cached
 
-    for each in cached.found(flags.names):
+    chosen = cached.found(flags.names)
+    for each in chosen:
         if not flags.yes and not _confirm(f"remove {each.name} ({each.size / 1e6:.0f} MB)?"):
             return finish(Report(True, {"removed": [], "bytes": 0}, ["nothing was removed"]), output.as_json)
-    return finish(cached.remove(flags.names), output.as_json)
+    return finish(cached.remove(chosen), output.as_json)
 
 
 @command("headstart pull", "headstart pull org/model", "headstart pull smollm2-135m-mtp --json")

@@ -18,6 +18,7 @@ MUST_AGREE = (
 )  # fmt: skip
 SHOULD_AGREE = ("rope_theta", "rope_scaling", "rope_parameters", "rms_norm_eps", "max_position_embeddings")
 NORMS_READ = 8
+Trunk = Mapping[str, Tensor]  # by name, without the prefixes of wrappers
 _MIXER = re.compile(r"\.\d+\.((?:self_attn|attn|mixer)\..+)\.[^.]+$")
 PLAIN = ("F32", "F16", "BF16")
 HINT = "a head fits fine-tunes and quantizations of the model it was trained with, and nothing else"
@@ -32,10 +33,11 @@ def check_fit(target: Checkpoint, base: Checkpoint) -> list[str]:
     for key in MUST_AGREE:
         if key in ours and key in theirs and ours[key] != theirs[key]:
             raise ModelError(f"{key} is {ours[key]} in {target.name}, but {theirs[key]} in {base.name}", HINT)
-    _check_shapes(target, base)
-    _check_blocks(target, base)
+    trunks = _trunk(target), _trunk(base)
+    _check_shapes(target, base, *trunks)
+    _check_blocks(target, base, *trunks)
     _check_vocabulary(target, base)
-    _check_norms(target, base)
+    _check_norms(target, base, *trunks)
     return [
         f"{key} is {ours[key]!r} here, but {theirs[key]!r} in {base.name}: acceptance may be lower"
         for key in SHOULD_AGREE
@@ -43,15 +45,13 @@ def check_fit(target: Checkpoint, base: Checkpoint) -> list[str]:
     ]
 
 
-def _trunk(directory: Checkpoint) -> Mapping[str, Tensor]:
-    """Returns the trunk's tensors by name, without the prefixes of wrappers."""
+def _trunk(directory: Checkpoint) -> Trunk:
     heads = head_names(directory.tensors, directory.config)
     names = (name for name in directory.tensors if name not in heads)
     return {name.replace("language_model.", "").removeprefix("model."): directory.tensors[name] for name in names}
 
 
-def _check_shapes(target: Checkpoint, base: Checkpoint) -> None:
-    ours, theirs = _trunk(target), _trunk(base)
+def _check_shapes(target: Checkpoint, base: Checkpoint, ours: Trunk, theirs: Trunk) -> None:
     common = ours.keys() & theirs.keys()
     if not common:
         raise ModelError(f"{target.name} and {base.name} have no tensor of the trunk in common", HINT)
@@ -61,14 +61,14 @@ def _check_shapes(target: Checkpoint, base: Checkpoint) -> None:
             raise ModelError(f"{name} is {shapes}", HINT)
 
 
-def _check_blocks(target: Checkpoint, base: Checkpoint) -> None:
+def _check_blocks(target: Checkpoint, base: Checkpoint, ours: Trunk, theirs: Trunk) -> None:
     """Checks that trunk and head have the same attention modules: an indexer, for instance, needs the trunk's."""
-    ours, theirs = (_mixers(_trunk(each)) for each in (target, base))
-    head = _mixers(head_names(base.tensors, base.config)) & theirs
-    if lacking := sorted(head - ours):
+    here, there = _mixers(ours), _mixers(theirs)
+    head = _mixers(head_names(base.tensors, base.config)) & there
+    if lacking := sorted(head - here):
         what = f"the head of {base.name} has {lacking[0]}, which no layer of {target.name} has"
         raise ModelError(what, HINT)
-    if lacking := sorted(each for each in ours - theirs if "indexer" in each):
+    if lacking := sorted(each for each in here - there if "indexer" in each):
         raise ModelError(f"{target.name} has {lacking[0]}, which no layer of {base.name} has", HINT)
 
 
@@ -100,9 +100,8 @@ def _vocabulary(directory: Checkpoint) -> dict[str, Any] | None:
     return vocabulary if isinstance(vocabulary, dict) else None
 
 
-def _check_norms(target: Checkpoint, base: Checkpoint) -> None:
+def _check_norms(target: Checkpoint, base: Checkpoint, ours: Trunk, theirs: Trunk) -> None:
     """Raises ModelError if one checkpoint stores norm weights as w and the other as 1 + w, as a conversion may."""
-    ours, theirs = _trunk(target), _trunk(base)
     common = sorted(name for name in ours.keys() & theirs.keys() if _is_norm(ours[name]) and _is_norm(theirs[name]))
     if not common:
         return

@@ -58,9 +58,8 @@ def _files(folder: str) -> Iterator[tuple[Path, int]]:
             yield path, path.stat().st_size
 
 
-def remove(names: Sequence[str]) -> Report:
-    """Removes models from the caches. Raises UsageError, before removing any, for a name that is in no cache."""
-    chosen = found(names)
+def remove(chosen: Sequence[Cached]) -> Report:
+    """Removes models from the caches."""
     for each in chosen:
         each.remove()
     lines = [f"removed {each.name} ({each.size / 1e6:.0f} MB)" for each in chosen]
