@@ -88,7 +88,7 @@ def fitting_rows(options: StepOptions, limit: int) -> tuple[int, ...]:
 def bench_config(model: Model, config: EngineConfig, length: int) -> EngineConfig:
     """Returns the configuration of an engine with room for two sequences of `length` positions. It drafts with the
     model's head, or not at all."""
-    drafter = (model.head.spec.kind if model.head else "none") if config.drafter == "auto" else config.drafter
+    drafter = (model.head.spec.kind if model.head else "none") if config.drafter == AUTO else config.drafter
     blocks = 2 * -(-length // config.block_size)
     return replace(config, drafter=drafter, max_model_len=length, kv_blocks=blocks, enable_prefix_caching=False)
 
@@ -96,7 +96,7 @@ def bench_config(model: Model, config: EngineConfig, length: int) -> EngineConfi
 def run(options: StepOptions, progress: Progress = no_progress) -> Report:
     """Times passes and drafts, and with `profile` their parts. Raises UsageError for a drafter that is not a head, rows
     that do not fit, or a backend without a profiler."""
-    if options.config.drafter not in ("auto", "none", *registry.available("heads")):
+    if options.config.drafter not in (AUTO, "none", *registry.available("heads")):
         raise UsageError(f"--drafter {options.config.drafter}: bench step times a head", "use --drafter auto")
     bench = StepBench(options)
     in_place = time_in_place(bench, progress)

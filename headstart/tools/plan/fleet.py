@@ -22,7 +22,7 @@ from headstart.errors import UsageError
 from headstart.tools.bench.summary import cost_per_million
 from headstart.tools.plan import roofline, simulate
 from headstart.tools.plan.machine import HERE, Machine
-from headstart.tools.plan.shape import LARGE_DEVICE, PASS_ROWS, Split, cache_bytes, estimate_memory, split_of
+from headstart.tools.plan.shape import Split, cache_bytes, estimate_memory, pass_rows, split_of
 
 EXAMPLE = '"100 req/s, 1500 in, 300 out, TTFT 1 s, TPOT 40 ms"'
 SECONDS = {"s": 1.0, "ms": 1e-3}
@@ -213,7 +213,7 @@ class FleetPlanner:
         self.name = "none" if plain else setup.kind
         self._depths = [0] if plain else [depth for depth in roofline.DEPTHS if depth <= setup.max_depth]
         self._slots = self._max_sequences(load.prompt + load.output)
-        self._rows = PASS_ROWS[machine.device.memory >= LARGE_DEVICE] * machine.replicas  # of the largest step
+        self._rows = pass_rows(machine.device.memory) * machine.replicas  # of the largest step
         if machine.device.name == HERE:
             self._rows = EngineConfig().max_num_batched_tokens
 

@@ -187,6 +187,11 @@ def declared_format(config: Mapping[str, Any]) -> str:
     return next(iter(quantization.plans), f"int{8 if bits_of(settings) > 4 else 4}")
 
 
+def pass_rows(device: float) -> int:
+    """Returns the rows of the largest pass that engines reserve memory for on a device of this many bytes."""
+    return 8192 if device >= LARGE_DEVICE else 2048
+
+
 def kv_bytes(name: str) -> float:
     if name not in KV_BYTES:
         raise UsageError(f"--kv-dtype is {name!r}, which is not known", f"known: {', '.join(KV_BYTES)}")
@@ -199,8 +204,6 @@ USABLE = 0.9
 """Share of a device's memory that engines use by default for weights, activations and caches."""
 LIMIT = 0.97  # largest share of a device's memory that engines can be configured to use
 LARGE_DEVICE = 70e9  # bytes
-PASS_ROWS = (2048, 8192)
-"""Rows of the largest pass that engines reserve memory for: (on small devices, from LARGE_DEVICE bytes on)."""
 LOGIT_ROWS = 256  # rows with logits in the largest pass
 LOGIT_BYTES = 8  # per logit: float32, and a copy while sampling
 MIN_CONTEXT = 1024  # smallest useful context, in positions
@@ -308,7 +311,7 @@ def cache_bytes(model: SizedModel, split: Split, context: float) -> float:
 
 def activations(shape: ModelShape, split: Split) -> float:
     """Returns the activation bytes of the largest pass: hidden states, values of the widest layer, float32 logits."""
-    rows = PASS_ROWS[split.device >= LARGE_DEVICE]
+    rows = pass_rows(split.device)
     widest = max(_inner(group, shape.hidden_size) for group in shape.layers)
     values = rows * (6 * shape.hidden_size + widest / split.tp) * ACTIVATION_BYTES
     return values + LOGIT_ROWS * shape.vocab_size * LOGIT_BYTES / split.tp
