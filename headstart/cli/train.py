@@ -1,10 +1,9 @@
 """Commands that train: `headstart train` (a head, or a small model with one), `data` (its text) and `adapt`."""
 
 import importlib.util
-import time
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from headstart.cli.options import EngineOptions, OutputOptions
 from headstart.cli.parser import command
@@ -14,11 +13,7 @@ from headstart.errors import UsageError
 from headstart.tools.options import AdaptFlags
 from headstart.train.flags import DataFlags, TrainFlags
 
-if TYPE_CHECKING:
-    from headstart.train.options import TrainOptions
-
 SCRATCH_OPTIONS = ("from_scratch", "out", "data", "minutes", "tokens", "depth", "threads", "seed")
-WRITING_SHARE = 0.3  # share of a run without --data or --prompts in which the model writes its training text
 DECODING_OPTIONS = {"backend", "quantization", "kv_cache_dtype", "dtype", "device", "threads", "numa", "portable_bits",
                     "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_blocks", "block_size",
                     "seed", "lora"}  # fmt: skip
@@ -57,7 +52,10 @@ def train(flags: TrainFlags, output: OutputOptions) -> int:
     if options.data:
         check_files(options.data)
     if writes:
-        options = _with_own_text(options)
+        from headstart.train.self_distillation import with_own_text
+
+        with progress("the model's own text") as report_progress:
+            options = with_own_text(options, report_progress)
 
     from headstart.train.run import run
 
@@ -76,31 +74,6 @@ def _scratch_fields(flags: TrainFlags) -> dict[str, Any]:
         labels = {each.name: each.label for each in TrainFlags.options()} | {"model": flags.model}
         raise UsageError(f"{labels[others[0]]} does not go with --from-scratch", "it makes a new model with its head")
     return given
-
-
-def _with_own_text(options: "TrainOptions") -> "TrainOptions":
-    """Let the model write the training text of its head; another run adds to it."""
-    from headstart.config import EngineConfig, one_adapter
-    from headstart.train import self_distillation
-    from headstart.train.options import check_amount
-
-    begun = time.monotonic()
-    data_options = self_distillation.DataOptions(
-        model=options.model,
-        config=EngineConfig(threads=options.threads, device=options.device, lora=one_adapter(options.lora)),
-        out=options.own_text,
-        minutes=options.minutes and options.minutes * WRITING_SHARE,
-        tokens=options.tokens and max(options.tokens, 2 * options.min_text_tokens),  # some answers are of no use
-        seed=options.seed,
-    )
-    with progress("the model's own text") as report_progress:
-        report = self_distillation.run(data_options, report_progress)
-    if not report.ok:
-        what = f"the model has written no training text; {report.lines[-1]}"
-        raise UsageError(what, "give --data or --prompts")
-    check_amount(report.data["answer_tokens"], options.min_text_tokens)
-    left = options.minutes and options.minutes - (time.monotonic() - begun) / 60
-    return replace(options, data=(options.own_text,), minutes=left)
 
 
 @command(

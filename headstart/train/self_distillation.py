@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from headstart.api import LLM
-from headstart.config import EngineConfig
+from headstart.config import EngineConfig, one_adapter
 from headstart.core import Progress, Report, no_progress
 from headstart.errors import UsageError
 from headstart.files import locked_folder, write_atomic
 from headstart.hub import DEFAULT_MODEL
 from headstart.train import generate
 from headstart.train.flags import DataFlags
-from headstart.train.options import check_limits
+from headstart.train.options import TrainOptions, check_amount, check_limits
 from headstart.train.plain_text import TextPiece, foreign_passages, passages, read_tree, text_records
 from headstart.train.prompts import TRANSLATION, follow_ups, templated_prompts
 from headstart.train.records import Shards
@@ -43,6 +43,7 @@ MAX_TURN_CHARACTERS = 1200  # longest answer that a second turn may follow
 MAX_SEQS = 32
 TEXT_SHARE, MAX_TEXT_TOKENS, CHARACTERS_PER_TOKEN = 0.3, 3_000_000, 4
 """Upper bound of plain text, as a share of the requested tokens (of MAX_TEXT_TOKENS where only a time is given)."""
+WRITING_SHARE = 0.3  # share of a training without given text in which the model writes its own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +99,27 @@ def run(options: DataOptions, progress: Progress = no_progress) -> Report:
         finally:
             data_run.close()
         return data_run.report()
+
+
+def with_own_text(options: TrainOptions, progress: Progress) -> TrainOptions:
+    """Lets the model write the training text of its head; another run adds to it. Returns the options with that text
+    and the remaining minutes. Raises UsageError if the text is too short."""
+    begun = time.monotonic()
+    data_options = DataOptions(
+        model=options.model,
+        config=EngineConfig(threads=options.threads, device=options.device, lora=one_adapter(options.lora)),
+        out=options.own_text,
+        minutes=options.minutes and options.minutes * WRITING_SHARE,
+        tokens=options.tokens and max(options.tokens, 2 * options.min_text_tokens),  # some answers are of no use
+        seed=options.seed,
+    )
+    report = run(data_options, progress)
+    if not report.ok:
+        what = f"the model has written no training text; {report.lines[-1]}"
+        raise UsageError(what, "give --data or --prompts")
+    check_amount(report.data["answer_tokens"], options.min_text_tokens)
+    left = options.minutes and options.minutes - (time.monotonic() - begun) / 60
+    return replace(options, data=(options.own_text,), minutes=left)
 
 
 class _DataRun:

@@ -10,7 +10,6 @@ import pytest
 import support
 from tiny_models import write_model
 
-from headstart.cli.train import _with_own_text
 from headstart.config import EngineConfig
 from headstart.core import Report, no_progress
 from headstart.engine.load import attach_head
@@ -21,6 +20,7 @@ from headstart.train.dataset import TrainingData
 from headstart.train.frozen_model import make_frozen_model
 from headstart.train.records import Example
 from headstart.train.run import TrainOptions, _TrainingRun, check, run
+from headstart.train.self_distillation import with_own_text
 
 QUICK = ("deepseek_v4", "gemma3", "gemma4", "nemotron_h")
 
@@ -89,4 +89,4 @@ def test_too_little_text_is_refused_with_a_hint(tmp_path: Path, monkeypatch: pyt
     written = Report(True, {"answer_tokens": 616}, [])
     monkeypatch.setattr("headstart.train.self_distillation.run", lambda *_: written)
     with pytest.raises(UsageError, match="has 616 tokens"):
-        _with_own_text(replace(options, data=()))
+        with_own_text(replace(options, data=()), no_progress)
