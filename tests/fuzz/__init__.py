@@ -1,1 +1,1 @@
-"""What fuzzers try. A few inputs are part of the suite; `pytest --fuzz 1000 TEST` tries a thousand times as many."""
+"""Inputs of the fuzz tests. The suite tries a few of them; `pytest --fuzz 1000 TEST` tries a thousand times as many."""

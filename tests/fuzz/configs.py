@@ -1,8 +1,8 @@
-"""Random small models by transformers, saved, loaded here and compared: the same logits, or refused by name.
+"""Random small models, saved by transformers and loaded by headstart: logits are equal, or the config is refused by
+name.
 
-Of each family configurations are drawn over all keys of transformers' config class (`drawn`), in the spellings that
-files have (`spelled`). Anything but equal logits or one of our own errors is a failure.
-"""
+Configurations of each family are drawn over all keys of transformers' config class (`drawn`), in the spellings of
+released files (`spelled`). Any result but equal logits or a HeadstartError is a failure."""
 
 import json
 import tempfile
@@ -22,9 +22,9 @@ from headstart.core import Request, SamplingParams, Sequence, Span
 from headstart.engine.build import build_engine
 from headstart.engine.load import load_model
 from headstart.errors import HeadstartError
-from tests.fuzz.converted import convert, sayable
+from tests.fuzz.converted import convert, without_unsupported_keys
 from tests.fuzz.drawn import LENGTH, Config, config_class, draw
-from tests.fuzz.spelled import spelled, wrapped
+from tests.fuzz.spelled import respelled, wrapped
 
 Logits = NDArray[np.float32]
 TOLERANCE = 3e-4
@@ -38,17 +38,17 @@ SPLITS = ((LENGTH,), (7, 1, 1, LENGTH - 9))
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one configuration. `kind`: compared, refused or failed."""
+    """Result of one configuration. `kind`: compared, refused or failed."""
 
     kind: str
     detail: str = ""
 
 
-# transformers' side.
+# transformers.
 
 
 def random_model(config: Any, seed: int) -> Any:
-    """Weights that give logits of order one to ten: matrices ~ N(0, 1 / in); others move a little from their start."""
+    """A model with logits of order one to ten: matrices ~ N(0, 1 / in), other weights near their initial values."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -65,7 +65,7 @@ def random_model(config: Any, seed: int) -> Any:
 
 
 def save(model: Any, folder: Path) -> Config:
-    """As transformers saves it, with the tiny tokenizer; the config that it has written."""
+    """Saves the model by transformers, with the tiny tokenizer; returns the config as written."""
     from tests.tiny_models import tiny_tokenizer
 
     model.save_pretrained(folder)
@@ -76,7 +76,7 @@ def save(model: Any, folder: Path) -> Config:
 
 
 def expected_logits(folder: Path, tokens: list[int]) -> Logits:
-    """[T, V] of transformers, which reads the same files."""
+    """Logits [T, V] of transformers, read from the same files."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -89,7 +89,7 @@ def expected_logits(folder: Path, tokens: list[int]) -> Logits:
     return logits
 
 
-# Our side.
+# headstart.
 
 
 def _sequence(engine: Any, tokens: list[int]) -> Sequence:
@@ -103,14 +103,14 @@ def _sequence(engine: Any, tokens: list[int]) -> Sequence:
 
 
 def found_logits(path: Path, tokens: list[int], backend: str, **more: Any) -> Iterator[Logits]:
-    """[T, V] by each of SPLITS, the last time in company of another sequence. `more`: settings of the engine."""
+    """Logits [T, V] for each of SPLITS, the last one batched with another sequence. `more`: engine settings."""
     config = EngineConfig(backend=backend, drafter="none", **{**ENGINE, **BACKENDS[backend], **more})
     engine = build_engine(load_model(str(path), config), config)
-    for company, lengths in enumerate(SPLITS):
+    for is_batched, lengths in enumerate(SPLITS):
         sequence, other, start, pieces = _sequence(engine, tokens), _sequence(engine, tokens[::-1]), 0, []
         for length in lengths:
             spans = [Span(sequence, start, length, length)]
-            if company:
+            if is_batched:
                 spans.insert(0, Span(other, start, length, 1))
             pieces.append(np.array(engine.runner.forward(spans).logits, np.float32)[-length:])
             start += length
@@ -120,7 +120,7 @@ def found_logits(path: Path, tokens: list[int], backend: str, **more: Any) -> It
 
 
 def compare(path: Path, oracle: Callable[[], Logits], tokens: list[int], hostile: str = "") -> Outcome:
-    """Every backend's logits beside the expected ones; with a `hostile` key it must be refused."""
+    """Compares every backend's logits with the expected logits; a config with a `hostile` key must be refused."""
     for backend in BACKENDS:
         try:
             found = list(found_logits(path, tokens, backend))
@@ -140,17 +140,18 @@ def compare(path: Path, oracle: Callable[[], Logits], tokens: list[int], hostile
 
 
 def _within_noise(path: Path, found: Logits, expected: Logits, tokens: list[int], allowed: float) -> bool:
-    """Some models amplify the last bits of float32: is transformers as far from the float64 result as we are?"""
+    """Whether transformers is as far from the float64 result as headstart, as for models that amplify rounding
+    errors."""
     exact = next(found_logits(path, tokens, "reference", dtype="float64"))
-    ours, theirs = (float(np.abs(each - exact).max()) for each in (found, expected))
-    return theirs <= 10 * allowed and ours <= allowed + 4 * theirs
+    headstart_config, theirs = (float(np.abs(each - exact).max()) for each in (found, expected))
+    return theirs <= 10 * allowed and headstart_config <= allowed + 4 * theirs
 
 
-# One of them, and all.
+# Single configurations and whole families.
 
 
-def ours(family: str, config: Config, rng: Random) -> Config:
-    """The config.json of our side, where it is not transformers' own."""
+def headstart_config(family: str, config: Config, rng: Random) -> Config:
+    """The config.json for headstart, where it differs from that of transformers."""
     if family == "mimo":
         without = {"num_nextn_predict_layers": 0}
         return config | {"model_type": "mimo", "attention_bias": True} | rng.choice(({}, without))
@@ -159,27 +160,27 @@ def ours(family: str, config: Config, rng: Random) -> Config:
     return config
 
 
-def try_one(family: str, seed: int, number: int, folder: Path) -> Outcome:
-    """The configuration of this number, from its beginning."""
+def try_checkpoint(family: str, seed: int, number: int, folder: Path) -> Outcome:
+    """Tries configuration `number` as safetensors."""
     rng = Random(f"{seed} {family} {number}")
     arguments = draw(family, rng)
     model = random_model(config_class(family)(**arguments), number)
-    config, hostile = spelled(family, save(model, folder), rng)
+    config, hostile = respelled(family, save(model, folder), rng)
     (folder / "config.json").write_text(json.dumps(config))
     here = folder / "ours"
     here.mkdir()
     for file in folder.glob("*.*"):
         (here / file.name).symlink_to(file)
     (here / "config.json").unlink()
-    (here / "config.json").write_text(json.dumps(ours(family, config, rng)))
+    (here / "config.json").write_text(json.dumps(headstart_config(family, config, rng)))
     tokens = [rng.randrange(model.config.vocab_size) for _ in range(LENGTH)]
     return compare(here, cache(lambda: expected_logits(folder, tokens)), tokens, hostile)
 
 
-def try_pair(family: str, seed: int, number: int, folder: Path) -> Outcome:
-    """The configuration of this number as a GGUF file."""
+def try_gguf(family: str, seed: int, number: int, folder: Path) -> Outcome:
+    """Tries configuration `number` as a GGUF file."""
     rng = Random(f"{seed} {family} {number} gguf")
-    arguments = sayable(family, draw(family, rng), rng)
+    arguments = without_unsupported_keys(family, draw(family, rng), rng)
     model = random_model(config_class(family)(**arguments), number)
     save(model, folder)
     path = folder / "model.gguf"
@@ -189,7 +190,7 @@ def try_pair(family: str, seed: int, number: int, folder: Path) -> Outcome:
 
 
 def run_family(family: str, seed: int, numbers: range, gguf: bool = False) -> int:
-    """How many are compared; the others are refused. Raises with the number for one that fails."""
+    """Number of compared configurations; the others are refused. Raises with the number of a failed configuration."""
     import torch
     from transformers.utils import logging
 
@@ -201,7 +202,7 @@ def run_family(family: str, seed: int, numbers: range, gguf: bool = False) -> in
         with tempfile.TemporaryDirectory(prefix="headstart-fuzz-") as name, warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
-                outcome = (try_pair if gguf else try_one)(family, seed, number, Path(name))
+                outcome = (try_gguf if gguf else try_checkpoint)(family, seed, number, Path(name))
             except Exception as error:
                 error.add_note(f"number {number}")
                 raise

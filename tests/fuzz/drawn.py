@@ -1,5 +1,4 @@
-"""Random configurations of every family, drawn over all keys of transformers' own config class, in the spellings that
-config.json files have."""
+"""Random configurations of every family, drawn over all keys of transformers' config class."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -109,7 +108,7 @@ VALUES: Mapping[str, Draw] = {
     "qk_nope_head_dim": one_of(6, 8, 12),
     "v_head_dim": one_of(6, 8, 10),
     "rope_interleave": mostly(True, False),
-    # what every config class has
+    # keys of every config class
     "output_hidden_states": one_of(False, True),
     "return_dict": one_of(True, False),
     "dtype": one_of(None, "float32", "bfloat16"),
@@ -125,7 +124,7 @@ VALUES: Mapping[str, Draw] = {
 
 
 def _rope(rng: Random, known: Config, head_dim: int) -> Config:
-    """One of the kinds of rope, with the keys that it can have."""
+    """A random kind of rope with its optional keys."""
     longest = known["max_position_embeddings"]
     half = int(head_dim * known["partial"]) // 2
     original = rng.choice((16, 32, longest))
@@ -164,7 +163,7 @@ def config_class(family: str) -> Any:
 
 
 def draw(family: str, rng: Random) -> Config:
-    """Arguments of the family's config class; all of its keys."""
+    """Random arguments for all keys of the family's config class."""
     keys = [each.name for each in dataclasses.fields(config_class(family))]
     known: Config = {"kind": KINDS[family]}
     for name in (*SIZES, *VALUES):
@@ -172,9 +171,9 @@ def draw(family: str, rng: Random) -> Config:
             known[name] = {**SIZES, **VALUES}[name](rng, known)
     known["layer_types"] = _layer_types(rng, known)
     if "head_dim" not in known and "kv_lora_rank" not in known and rng.random() < 0.5:
-        known["head_dim"] = SIZES["head_dim"](rng, known)  # some files of such families have it all the same
+        known["head_dim"] = SIZES["head_dim"](rng, known)  # some files of such families have it nevertheless
     if "kv_lora_rank" in known:
-        known["num_key_value_heads"] = rng.choice((None, known["num_attention_heads"]))  # transformers knows no other
+        known["num_key_value_heads"] = rng.choice((None, known["num_attention_heads"]))  # no others in transformers
     if known.get("linear_num_value_heads", 0) % known.get("linear_num_key_heads", 1):
         known["linear_num_value_heads"] = known["linear_num_key_heads"] * 2
     known["partial"] = rng.choice((0.25, 0.5, 1.0)) if known["kind"] in (*HYBRID, "glm4_moe") else 1.0
@@ -193,5 +192,5 @@ def draw(family: str, rng: Random) -> Config:
 def _by_kind(rng: Random, known: Config) -> None:
     """A rope for each kind of layer, and a window."""
     full, local = known["rope_parameters"], {"rope_type": "default", "rope_theta": rng.choice((10000.0, 500.0))}
-    full.pop("truncate", None)  # transformers 5.23 does not look for it there
+    full.pop("truncate", None)  # transformers 5.23 does not read it there
     known |= {"rope_parameters": {FULL: full, SLIDING: local}, "sliding_window": rng.choice((1, 7, 4096))}

@@ -1,5 +1,5 @@
-"""Constraints of all kinds, ordinary and hostile: schemas, regexes, Lark and GBNF grammars, choices, tools. What is
-hostile is a shape (a chain, a cycle, doubling, a mass, an extreme number) with a size."""
+"""Constraints of all kinds, ordinary and hostile: schemas, regexes, Lark and GBNF grammars, choices, tools. A hostile
+constraint has a shape (a chain, a cycle, doubling, many parts, an extreme number) and a size."""
 
 import json
 import random
@@ -30,13 +30,13 @@ REFS = ("#", "#/$defs/d0", "#/$defs/d1", "#/$defs/none", "http://x/y", "#d0", ""
 
 
 def requests(rng: random.Random) -> Iterator[tuple[str, Any]]:
-    """(path, body), without end."""
+    """An endless iterator of (path, body)."""
     while True:
         yield request(rng, *constraint(rng))
 
 
 def request(rng: random.Random, kind: str, value: Any) -> tuple[str, Json]:
-    """A body that asks for this constraint, in one of the ways to say so."""
+    """A request body with this constraint, in one of its spellings."""
     path = CHAT if kind == "tools" or rng.random() < 0.5 else TEXT
     body: Json = {"messages": [{"role": "user", "content": "Go."}]} if path == CHAT else {"prompt": "Go: "}
     body |= {"max_tokens": rng.choice((1, 4, 12, 40)), "temperature": rng.choice((0, 1, 3)), "seed": 1}
@@ -54,7 +54,7 @@ def request(rng: random.Random, kind: str, value: Any) -> tuple[str, Json]:
 
 
 def constraint(rng: random.Random) -> Made:
-    """Of any kind: about half of them ordinary."""
+    """A constraint of any kind; about half of them are ordinary."""
     if rng.random() < 0.03:
         return "json_object", None
     make = rng.choice(HOSTILE if rng.random() < 0.45 else ORDINARY)
@@ -76,11 +76,11 @@ def size(rng: random.Random, most: int) -> int:
     return int(10 ** rng.uniform(0, len(str(most)) - 1 + 0.3))
 
 
-# Ordinary ones.
+# Ordinary constraints.
 
 
 def schema(rng: random.Random, depth: int = 0) -> Any:
-    """Any JSON schema: most of its keywords fit each other."""
+    """A JSON schema whose keywords mostly fit each other."""
     if depth > 4 or rng.random() < 0.05:
         return rng.choice(({}, True, {"type": "string"}, {"type": "integer"}, False, {"$ref": "#"}))
     kind = rng.choice((*TYPES, "any", "enum", "const", "ref", "list", "wrong"))
@@ -142,7 +142,7 @@ def pattern(rng: random.Random, depth: int = 0) -> str:
 
 
 def lark(rng: random.Random) -> str:
-    """A few rules and terminals that may name each other."""
+    """A few rules and terminals that may refer to each other."""
     rules = ["start", *(f"r{i}" for i in range(rng.randrange(4)))]
     terminals = [f"T{i}" for i in range(rng.randrange(4))]
     special = ("<[0]>", "<[0-5]>", "<[*]>", "<[^1]>", "<|im_end|>", "<|none|>", "<[99999999]>", "<[7,9-11]>")
@@ -200,7 +200,7 @@ def _name_of(value: Any) -> str:
 
 
 def rule_shape(rng: random.Random) -> str:
-    """Rules or terminals that lead to the next one: a chain, a doubling, a cycle, a mass of alternatives."""
+    """Rules or terminals that refer to the next one: a chain, a doubling, a cycle, or many alternatives."""
     name, count = rng.choice("rR"), size(rng, 9000)
     body = rng.choice(("{n}", "{n} {n}", '{n} | "{i}"', '"a" {n} "b"', "{n}?", "{n}*", "({n} | {n})", '"" | {n} {n}',
                        "{n}+ {n}"))  # fmt: skip
@@ -241,7 +241,7 @@ def mass_regex(rng: random.Random) -> str:
 
 
 def chained_schema(rng: random.Random) -> Any:
-    """Definitions that lead to the next one, or to the first."""
+    """Definitions that refer to the next or to the first one."""
     count, names = size(rng, 5000), rng.choice(("$defs", "definitions"))
     shapes: tuple[Callable[[Json], Any], ...] = (
         lambda n: n, lambda n: {"type": "object", "properties": {"a": n}, "required": ["a"]}, lambda n: {"items": n},

@@ -1,4 +1,4 @@
-"""Sound checkpoints of every family and kind of drafter, and a change to each, which breaks its head or does not."""
+"""Valid checkpoints of every family and kind of drafter, and mutations that break the head or leave it working."""
 
 import json
 import math
@@ -43,7 +43,7 @@ CONFIGS = ("quantization_config", "text_config", "rope_scaling", "rope_parameter
 
 @dataclass(frozen=True)
 class Subject:
-    """A checkpoint. `own`: names of the tensors that its head cannot do without. `verdict` of it as it is."""
+    """A checkpoint. `own`: names of the tensors that its head requires; `verdict`: that of the unchanged checkpoint."""
 
     name: str
     config: dict[str, Any]
@@ -54,10 +54,10 @@ class Subject:
     cut: int = 0
     index: dict[str, Any] | None = None
     shards: int = 1
-    metadata: dict[str, Any] = field(default_factory=dict)  # of a GGUF file, after its architecture
+    metadata: dict[str, Any] = field(default_factory=dict)  # of a GGUF file, without the architecture
 
     def write(self, folder: Path) -> Path:
-        """The directory, or the GGUF file; the data are holes in the files."""
+        """Writes the folder or the GGUF file; tensor data are sparse."""
         folder.mkdir(parents=True)
         if self.metadata:
             return _write_gguf(folder / "model.gguf", self)
@@ -111,7 +111,7 @@ def _gguf() -> Subject:
 
 
 def _shipped(folder: Path) -> Subject:
-    """A head of the package; tables of ids would have to hold values."""
+    """A head of the package, without tables of ids, whose values would matter."""
     tensors = {name: (each.dtype, each.shape) for name, each in read_file(folder / "model.safetensors").items()}
     tensors = {name: value for name, value in tensors.items() if name not in ("t2d", "draft_token_ids")}
     config = json.loads((folder / "config.json").read_text())
@@ -124,7 +124,7 @@ def _shipped(folder: Path) -> Subject:
 
 @cache
 def subjects() -> list[Subject]:
-    """Every family of the table, the runnable ones with all their tensors, quantized ones, every kind of drafter."""
+    """Every family of the table, runnable families with all tensors, quantized checkpoints, every kind of drafter."""
     every = []
     for key, animal in ZOO.items():
         own = heads(animal)
@@ -152,7 +152,7 @@ def _tiny(name: str) -> Subject:
 
 
 def _fp8(subject: Subject) -> Subject:
-    """Its block's matrices in FP8 with scales for blocks."""
+    """The checkpoint with its block's matrices in FP8 with block scales."""
     tensors, own = dict(subject.tensors), list(subject.own)
     for name in subject.own:
         shape = subject.tensors[name][1]
@@ -164,7 +164,7 @@ def _fp8(subject: Subject) -> Subject:
 
 
 def _packed(subject: Subject) -> Subject:
-    """Its block's matrices as GPTQ packs them."""
+    """The checkpoint with its block's matrices packed by GPTQ."""
     tensors, own = dict(subject.tensors), list(subject.own)
     for name in subject.own:
         shape, base = subject.tensors[name][1], name.removesuffix(".weight")
@@ -186,12 +186,12 @@ def _quantized(subject: Subject, tensors: Tensors, own: list[str], settings: dic
 
 @dataclass(frozen=True)
 class Mutation:
-    """A changed checkpoint. `breaks`: the head cannot work any more; None: nobody can say."""
+    """A changed checkpoint. `breaks`: whether the head cannot work any more; None: unknown."""
 
     what: str
     subject: Subject
     breaks: bool | None
-    disturb: Callable[[Path], None] | None = None
+    change_files: Callable[[Path], None] | None = None
 
 
 TYPES = ["I8", "I32", "BOOL", "U8", "I64", "F8_E4M3", "F8_E5M2"]
@@ -199,7 +199,7 @@ JUNK = (b"", b"\x00" * 9, b"\xff\xfe{}", b"[" * 100_000, b"{}", b"null", b'{"a":
 
 
 def mutate(subject: Subject, rng: random.Random) -> Mutation:
-    """One mutation, by the dice."""
+    """A random mutation."""
     if subject.metadata:
         return rng.choice([*[_gguf_tensor] * 6, _gguf_metadata])(subject, rng)
     return rng.choice([*[_tensor] * 6, _harmless, _files, *[_hostile] * 3])(subject, rng)
@@ -224,13 +224,13 @@ def _tensor(subject: Subject, rng: random.Random) -> Mutation:
     new_type = rng.choice(types)
     same = new_type == dtype or (dtype.startswith("F8") and new_type.startswith("F8"))
     tensors = {**subject.tensors, name: (new_type, shape)}
-    # Integers with scales are another quantization, and packed words have types of their own.
+    # Integers with scales are another quantization, and packed words have other types.
     unknown = same or f"{name}_scale_inv" in subject.tensors or "qweight" in name or "qzeros" in name or "scale" in name
     return Mutation(f"retype {name} {dtype} to {new_type}", replace(subject, tensors=tensors), not unknown or None)
 
 
 def _gguf_tensor(subject: Subject, rng: random.Random) -> Mutation:
-    """As of safetensors; a rope of other sizes may be wanted of matrices whose trunk has several kinds of layers."""
+    """Like mutations of safetensors tensors, with types of GGUF files."""
     if not rng.randrange(8):
         return Mutation("cut", replace(subject, cut=rng.choice([1, 40, 10**9])), True)
     mutation = _tensor(subject, rng)
@@ -251,7 +251,7 @@ def _gguf_metadata(subject: Subject, rng: random.Random) -> Mutation:
 
 
 def _is_scale(name: str, shape: tuple[int, ...], new: tuple[int, ...]) -> bool:
-    """Scales of one block, and zero points of all sizes that pack, say the same in many shapes."""
+    """Whether the tensor is a scale or zero point of one block, which has the same meaning in many shapes."""
     return ("scale" in name or "qzeros" in name) and (math.prod(new) == 1 or math.prod(shape) == 1)
 
 
@@ -294,7 +294,7 @@ def _files(subject: Subject, rng: random.Random) -> Mutation:
     if kind == "flip":
         seed = rng.random()
         return Mutation("flipped bytes", subject, None, lambda folder: _flip(folder, random.Random(seed)))
-    return Mutation(f"{name}: {kind}", subject, None, lambda folder: _odd(folder / name, kind))
+    return Mutation(f"{name}: {kind}", subject, None, lambda folder: _replace_file(folder / name, kind))
 
 
 def _flip(folder: Path, rng: random.Random) -> None:
@@ -306,7 +306,7 @@ def _flip(folder: Path, rng: random.Random) -> None:
     path.write_bytes(data)
 
 
-def _odd(path: Path, kind: str) -> None:
+def _replace_file(path: Path, kind: str) -> None:
     path.unlink(missing_ok=True)
     match kind:
         case "pipe":
@@ -320,7 +320,7 @@ def _odd(path: Path, kind: str) -> None:
 
 
 def _hostile(subject: Subject, rng: random.Random) -> Mutation:
-    """Values that nobody would write, at any place of a config."""
+    """Sets implausible values at random places of a config."""
     config = json.loads(json.dumps(subject.config))
     changed = []
     for _ in range(rng.randint(1, 3)):
@@ -331,7 +331,7 @@ def _hostile(subject: Subject, rng: random.Random) -> Mutation:
             section.pop(key, None)
             changed.append(f"no {key}")
         else:
-            section[key] = json.loads(json.dumps(rng.choice(HOSTILE)))  # not one object at two places
+            section[key] = json.loads(json.dumps(rng.choice(HOSTILE)))  # separate objects
             changed.append(f"{key} = {str(section[key])[:40]!r}")
     file = rng.choice(["config.json"] * 4 + ["generation_config.json"])
     if file == "config.json":
@@ -340,6 +340,6 @@ def _hostile(subject: Subject, rng: random.Random) -> Mutation:
 
 
 def mutation_of(seed: int, number: int) -> Mutation:
-    """Mutation `number` of a seed, always the same."""
+    """Mutation `number` of a seed; deterministic."""
     rng = random.Random(f"{seed}/{number}")
     return mutate(subjects()[number % len(subjects())], rng)

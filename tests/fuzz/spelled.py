@@ -1,5 +1,5 @@
-"""The spellings of one configuration: keys left out where they say the default, older names, keys of programs around
-the model, a wrapper; and keys that change the model in ways that nobody here serves, which must be refused by name."""
+"""Spellings of one configuration: defaults left out, older names, keys of other programs, a wrapper; and unsupported
+keys that change the model, which must be refused by name."""
 
 from random import Random
 from typing import Any
@@ -23,9 +23,8 @@ HOSTILE: tuple[Config, ...] = (
 )  # fmt: skip
 
 
-def spelled(family: str, written: Config, rng: Random) -> tuple[Config, str]:
-    """A config.json that says the same as the one that transformers has written; and the key, if any, that must be
-    refused."""
+def respelled(family: str, written: Config, rng: Random) -> tuple[Config, str]:
+    """A config.json equivalent to the one written by transformers, and the key that must be refused, if any."""
     config = dict(written)
     if rng.random() < 0.6:
         defaults = config_class(family)().to_dict()
@@ -35,11 +34,11 @@ def spelled(family: str, written: Config, rng: Random) -> tuple[Config, str]:
                 del config[name]
     by_kind = SLIDING in config["rope_parameters"]
     if "sliding_window" in config and not config.get("use_sliding_window") and not by_kind:
-        config["sliding_window"] = rng.choice((None, 7, 4096))  # released files say one that is not used
+        config["sliding_window"] = rng.choice((None, 7, 4096))  # released files state unused windows
     rope: Any = config["rope_parameters"]
     if rng.random() < 0.5:
         rope = config.pop("rope_parameters")
-        if by_kind:  # transformers takes no `type` there
+        if by_kind:  # transformers does not accept `type` there
             config |= {**_older(dict(rope[FULL])), "rope_local_base_freq": rope[SLIDING]["rope_theta"]}
         else:
             config |= _older(dict(rope), rng)
@@ -66,7 +65,7 @@ def _older(rope: Config, rng: Random | None = None) -> Config:
 
 
 def wrapped(family: str, config: Config) -> Config:
-    """As the text part of a multimodal model."""
+    """The config as the text part of a multimodal model."""
     outside = {"tie_word_embeddings", "architectures", "transformers_version"}
     inner = {name: value for name, value in config.items() if name not in outside}
     return {

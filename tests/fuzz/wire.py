@@ -1,4 +1,4 @@
-"""Raw HTTP: halves, slow ones, many in one packet, headers that are none, other versions and methods."""
+"""Raw HTTP: partial, slow, pipelined and malformed requests, other versions and methods."""
 
 import json
 import random
@@ -98,7 +98,7 @@ KINDS: tuple[Callable[[random.Random], Made], ...] = (
 
 
 def exchange(rng: random.Random, url: str) -> tuple[str, str]:
-    """What was sent, and what is wrong with what came (empty: nothing)."""
+    """Description of the packets sent, and the failure found in the response (empty: none)."""
     kind = rng.choice(KINDS)
     packets, answered = kind(rng)
     host, _, port = urlsplit(url).netloc.partition(":")
