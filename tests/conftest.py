@@ -68,14 +68,14 @@ def pytest_runtest_setup() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    settle()
+    freeze_objects()
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Function, nextitem: pytest.Item | None) -> None:
     if nextitem is None or nextitem.path != item.path:
         clear_caches(item.module)
-        settle()
+        freeze_objects()
 
 
 def clear_caches(module: ModuleType) -> None:
@@ -96,7 +96,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     path.write_text("".join(f"{each.duration:.2f}s {each.when:8} {each.nodeid}\n" for each in reports), "utf-8")
 
 
-def settle() -> None:
+def freeze_objects() -> None:
     """Freezes all live objects between two files: later collections by `LLM.close` skip them, which saves seconds each
     time in a long run."""
     gc.collect()

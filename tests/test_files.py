@@ -30,7 +30,7 @@ with atomic_folder(out) as aside:
 """
 
 
-def killed_while_writing(out: Path) -> None:
+def kill_while_writing(out: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", WRITER, str(out)], stdout=subprocess.PIPE) as writer:
         assert writer.stdout and writer.stdout.readline() == b"writing\n"
         with write_complete(out):  # files of a live writer stay
@@ -48,7 +48,7 @@ def write_complete(out: Path) -> AbstractContextManager[Path]:
 @pytest.mark.parametrize("name", ["folder", "file.json"])
 def test_next_writer_removes_the_files_of_a_killed_one(tmp_path: Path, name: str) -> None:
     out = tmp_path / name
-    killed_while_writing(out)
+    kill_while_writing(out)
     (tmp_path / f".{name}.notes").write_text("mine")
     (tmp_path / f".other.{'0' * 12}").write_text("mine")
     assert len(list(tmp_path.iterdir())) == 4

@@ -130,4 +130,4 @@ def test_children_that_outlive_their_process_are_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True) as process:
         assert process.stdout is not None and process.stdout.readline()
         system.stop_process_group(process)
-        assert select.select([process.stdout], [], [], PATIENCE)[0]  # its end: the child held the pipe open
+        assert select.select([process.stdout], [], [], PATIENCE)[0]  # end of file: no child holds the pipe

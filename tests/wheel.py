@@ -42,7 +42,7 @@ def main() -> int:
     parser.add_argument("wheel", type=Path)
     parser.add_argument("--python", action="append", help="A program to try it with. Default: all that are found.")
     options = parser.parse_args()
-    contents(options.wheel)
+    check_contents(options.wheel)
     found = options.python or list(pythons())
     tried = []
     with tempfile.TemporaryDirectory(prefix="wheel-") as folder:
@@ -59,7 +59,7 @@ def main() -> int:
     return 0
 
 
-def contents(wheel: Path) -> None:
+def check_contents(wheel: Path) -> None:
     """Prints sizes by folder. Raises SystemExit for files that do not belong into a wheel."""
     with zipfile.ZipFile(wheel) as archive:
         members = [each for each in archive.infolist() if not each.is_dir()]

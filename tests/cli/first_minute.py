@@ -108,10 +108,10 @@ def run(words: tuple[str, ...], *, stdin: str = "", stdout: Any = None, seconds:
     """Runs a command line in this process with redirected streams."""
     out, err = stdout or io.TextIOWrapper(io.BytesIO(), "utf-8"), io.TextIOWrapper(io.BytesIO(), "utf-8")
 
-    def late(*_: object) -> None:
+    def raise_timeout(*_: object) -> None:
         raise RunTimeout
 
-    before = signal.signal(signal.SIGALRM, late)
+    before = signal.signal(signal.SIGALRM, raise_timeout)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     begun = time.monotonic()
     code: int | None = None

@@ -8,7 +8,7 @@ from headstart.cli.generate import WordWrap
 CODE = "```python\nprint('a line of code is as long as it is')\n```"
 
 
-def wrapped(text: str, width: int, size: int = 1) -> str:
+def wrap_text(text: str, width: int, size: int = 1) -> str:
     wrap = WordWrap(lambda: width)
     return "".join(wrap.push(text[at : at + size]) for at in range(0, len(text), size)) + wrap.flush()
 
@@ -23,13 +23,13 @@ def wrapped(text: str, width: int, size: int = 1) -> str:
     ("one\ttwo three four", "one\ttwo\nthree four"), ("", ""),
 ])  # fmt: skip
 def test_lines_wrap_between_words(text: str, shown: str) -> None:
-    assert wrapped(text, 16) == shown
+    assert wrap_text(text, 16) == shown
 
 
 @given(st.text("ab \n`天\u0301", max_size=80), st.integers(4, 12), st.integers(1, 7))
 def test_wrapping_is_independent_of_pieces_and_keeps_the_text(text: str, width: int, size: int) -> None:
-    shown = wrapped(text, width, size)
-    assert shown == wrapped(text, width)
+    shown = wrap_text(text, width, size)
+    assert shown == wrap_text(text, width)
     assert shown.split() == text.split() or "天" in text
     assert "".join(shown.split()) == "".join(text.split())
 

@@ -24,7 +24,7 @@ def tiny(tmp_path: Path) -> Path:
     return write_tiny("llama", tmp_path / "tiny")
 
 
-def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def error_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """Error text of a command; checks exit code 2, one line and an optional hint, no traceback."""
     assert main(arguments) == 2
     captured = capsys.readouterr()
@@ -42,7 +42,7 @@ def generate(model: Path | str, *more: str) -> tuple[str, ...]:
 
 
 def test_unknown_alias_has_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "did you mean smollm2-135m-mtp" in refused(capsys, *generate("smollm2-135-mtp"))
+    assert "did you mean smollm2-135m-mtp" in error_of(capsys, *generate("smollm2-135-mtp"))
 
 
 CONFIG, WEIGHTS, REMOVED = "config.json", "model.safetensors", "model.layers.1.mlp.up_proj.weight"
@@ -75,7 +75,7 @@ DAMAGED: dict[str, tuple[str, Callable[[Path], object], list[str]]] = {
 def test_damaged_model_names_the_problem(capsys: pytest.CaptureFixture[str], tiny: Path, case: str) -> None:
     name, damage, named = DAMAGED[case]
     damage(tiny)
-    error = refused(capsys, *generate(tiny / name))
+    error = error_of(capsys, *generate(tiny / name))
     assert all(each in error for each in named)
 
 
@@ -91,12 +91,12 @@ def test_head_of_another_trunk_is_refused(
     capsys: pytest.CaptureFixture[str], tiny: Path, tmp_path: Path, hidden: int, vocab: int, named: str
 ) -> None:
     head = other_head(tmp_path / "head", hidden, vocab)
-    assert named in refused(capsys, *generate(tiny, "--head", str(head)))
+    assert named in error_of(capsys, *generate(tiny, "--head", str(head)))
 
 
 def test_folder_without_a_head_is_refused(capsys: pytest.CaptureFixture[str], tiny: Path, tmp_path: Path) -> None:
-    assert "without an MTP head" in refused(capsys, *generate(tiny, "--head", str(tiny)))
-    assert "nothing" in refused(capsys, *generate(tiny, "--head", str(tmp_path / "nothing")))
+    assert "without an MTP head" in error_of(capsys, *generate(tiny, "--head", str(tiny)))
+    assert "nothing" in error_of(capsys, *generate(tiny, "--head", str(tmp_path / "nothing")))
 
 
 @pytest.mark.parametrize(("options", "named"), [
@@ -106,14 +106,14 @@ def test_folder_without_a_head_is_refused(capsys: pytest.CaptureFixture[str], ti
 def test_options_that_do_not_fit_the_model_are_refused(
     capsys: pytest.CaptureFixture[str], tiny: Path, options: tuple[str, ...], named: str
 ) -> None:
-    assert named in refused(capsys, *generate(tiny, *options))
+    assert named in error_of(capsys, *generate(tiny, *options))
 
 
 def test_missing_or_binary_prompt_file(capsys: pytest.CaptureFixture[str], tiny: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
-    assert "prompt.txt" in refused(capsys, "generate", str(tiny), "--prompt-file", str(file))
+    assert "prompt.txt" in error_of(capsys, "generate", str(tiny), "--prompt-file", str(file))
     file.write_bytes(b"\xff\xfe\x00\xff")
-    assert "prompt.txt" in refused(capsys, "generate", str(tiny), "--prompt-file", str(file))
+    assert "prompt.txt" in error_of(capsys, "generate", str(tiny), "--prompt-file", str(file))
 
 
 def test_non_finite_parameters_are_refused() -> None:

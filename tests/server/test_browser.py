@@ -92,7 +92,7 @@ def page(browser: Any, served: Server) -> Iterator[Any]:
     assert not wrong
 
 
-def say(page: Any, text: str) -> None:
+def ask(page: Any, text: str) -> None:
     """Sends a message with the keyboard and waits for the end of the answer."""
     box = page.get_by_label("Message", exact=True)
     box.fill(text)
@@ -100,7 +100,7 @@ def say(page: Any, text: str) -> None:
     page.locator(".after").last.wait_for()
 
 
-def numbers(page: Any, place: str = ".counts") -> dict[str, int]:
+def counters(page: Any, place: str = ".counts") -> dict[str, int]:
     """The counters below the last answer."""
     text = page.locator(place).last.inner_text()
     patterns = {"tokens": r"(\d+) tokens(?!/)", "passes": r"(\d+) passes", "accepted": r"(\d+) of \d+ drafted"}
@@ -108,7 +108,7 @@ def numbers(page: Any, place: str = ".counts") -> dict[str, int]:
 
 
 def drafted_tokens(page: Any, place: str = ".reply") -> set[tuple[str, str]]:
-    """Classes and numbers of the coloured tokens of the last answer."""
+    """Classes and indices of the coloured tokens of the last answer."""
     spans = page.locator(place).last.locator("span.t[class*='k-']")
     return set(map(tuple, spans.evaluate_all("all => all.map(each => [each.className.split(' ')[1], each.dataset.i])")))
 
@@ -151,7 +151,7 @@ def test_accessibility_has_no_serious_violation(page: Any, scheme: str) -> None:
     page.emulate_media(color_scheme=scheme)
     page.get_by_label("Log probabilities").check()
     page.get_by_label("Both").check()
-    say(page, "Write a Markdown list, a table and some `code`.")
+    ask(page, "Write a Markdown list, a table and some `code`.")
     found = axe.Axe().run(page).response["violations"]
     page.set_viewport_size({"width": 360, "height": 700})
     page.get_by_role("button", name="Settings").click()
@@ -172,9 +172,9 @@ def test_accepted_tokens_are_coloured_and_counted(page: Any, served: Server) -> 
     page.get_by_label("JSON schema").fill(json.dumps(schema))
     page.get_by_label("Log probabilities").check()
     before = served.metric("vllm:spec_decode_num_accepted_tokens_total")
-    say(page, "Which colour?")
+    ask(page, "Which colour?")
     accepted = served.metric("vllm:spec_decode_num_accepted_tokens_total") - before
-    shown, coloured = numbers(page), drafted_tokens(page)
+    shown, coloured = counters(page), drafted_tokens(page)
     assert accepted > 0
     assert len(coloured) == shown["accepted"] >= accepted  # the metric leaves out tokens forced by the schema
     text = page.locator(".reply pre").inner_text()
@@ -187,7 +187,7 @@ def test_both_mode_shows_equal_texts(page: Any) -> None:
     page.get_by_label("Max tokens").fill("60")
     page.get_by_label("Temperature").fill("0.8")
     page.get_by_label("Both").check()
-    say(page, "Write a Markdown list of three animals, with **bold** names, and some code.")
+    ask(page, "Write a Markdown list of three animals, with **bold** names, and some code.")
     said = page.locator(".verdict").inner_text()
     assert said.startswith("Equal, byte for byte"), said
     texts = page.locator(".pair .text").all_inner_texts()
@@ -211,7 +211,7 @@ def test_stop_and_retry(page: Any, served: Server) -> None:
     page.get_by_role("button", name="Retry").click()
     page.get_by_text("cut at max tokens").wait_for()
     assert page.locator(".reply").count() == 1
-    assert numbers(page)["tokens"] == 8
+    assert counters(page)["tokens"] == 8
 
 
 def test_question_is_restored_after_reload(page: Any) -> None:
@@ -230,8 +230,8 @@ def test_question_is_restored_after_reload(page: Any) -> None:
 
 
 def test_editing_an_earlier_question_restarts_the_conversation(page: Any) -> None:
-    say(page, "Name a fruit.")
-    say(page, "And an animal?")
+    ask(page, "Name a fruit.")
+    ask(page, "And an animal?")
     page.get_by_role("button", name="Edit").first.click()
     page.get_by_label("Edited message").fill("Name a colour.")
     page.locator("form.message").get_by_role("button", name="Send").click()
@@ -298,7 +298,7 @@ def test_dark_theme_narrow_screen_and_dashboard(page: Any, served: Server) -> No
     page.get_by_role("button", name="History").click()
     page.keyboard.press("Escape")  # with the focus outside the panel
     page.locator("#history").wait_for(state="hidden")
-    say(page, "Write `a_very_long_name_of_a_variable_that_does_not_fit_into_a_line = another_very_long_name`.")
+    ask(page, "Write `a_very_long_name_of_a_variable_that_does_not_fit_into_a_line = another_very_long_name`.")
     assert page.evaluate(wide) == 360
     page.goto("/dashboard")
     page.get_by_text("Charts appear with the next request").wait_for()
@@ -356,14 +356,14 @@ def test_model_selection_with_several_models(browser: Any, tmp_path: Path) -> No
         page.set_default_timeout(WAIT_MS)
         page.goto("/")
         page.locator("select.models").select_option(other)
-        say(page, "Hi")
+        ask(page, "Hi")
         assert [each["name"] for each in several.client.get("/api/ps").json()["models"]] == [f"{other}:latest"]
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         assert page.locator("select.models").bounding_box()["width"] > 200  # wide enough for the name
         page.locator("select.models").select_option("one")
         page.get_by_text("No chat template: the model continues your text").wait_for()
-        say(page, "the")
-        assert numbers(page)["tokens"]
+        ask(page, "the")
+        assert counters(page)["tokens"]
         page.goto("/dashboard")
         page.locator("select.models").select_option(other)
         page.locator(".tile").first.wait_for()

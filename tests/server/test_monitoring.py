@@ -135,7 +135,7 @@ def test_prometheus_has_a_value_for_every_query(server: Server, tmp_path: Path) 
 
         def missing() -> set[str]:
             server.post("/v1/completions", prompt="one two one two one two", max_tokens=32)
-            return {query for query in wanted if not _answered(address, query)}
+            return {query for query in wanted if not _has_value(address, query)}
 
         until(lambda: not missing(), missing)
         rules = httpx.get(f"http://{address}/api/v1/rules", timeout=PATIENCE).json()["data"]["groups"]
@@ -145,11 +145,11 @@ def test_prometheus_has_a_value_for_every_query(server: Server, tmp_path: Path) 
         process.wait()
 
 
-def _answered(address: str, query: str) -> bool:
+def _has_value(address: str, query: str) -> bool:
     try:
         found = httpx.get(f"http://{address}/api/v1/query", params={"query": query}, timeout=PATIENCE)
     except httpx.TransportError:
-        return False  # not up yet
+        return False  # not started yet
     if found.status_code == 503:
         return False  # not ready yet
     answer = found.json()

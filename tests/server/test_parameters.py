@@ -22,7 +22,7 @@ KINDS = {
 }  # fmt: skip
 
 
-def documented() -> str:
+def markdown_table() -> str:
     """The table as Markdown."""
     return "".join(f"| {' | '.join(cells)} |\n" for cells in _rows())
 
@@ -57,7 +57,7 @@ def _elsewhere(row: Parameter) -> str:
 
 def test_docs_contain_the_table() -> None:
     text = DOCUMENT.read_text("utf-8")
-    assert text.partition(BEGIN)[2].partition(END)[0] == documented(), f"run python {Path(__file__).name}"
+    assert text.partition(BEGIN)[2].partition(END)[0] == markdown_table(), f"run python {Path(__file__).name}"
 
 
 def test_request_bodies_have_all_parameters() -> None:
@@ -75,4 +75,4 @@ def test_playground_has_the_parameters_with_a_control() -> None:
 
 if __name__ == "__main__":
     before, _, rest = DOCUMENT.read_text("utf-8").partition(BEGIN)
-    DOCUMENT.write_text(before + BEGIN + documented() + END + rest.partition(END)[2], "utf-8")
+    DOCUMENT.write_text(before + BEGIN + markdown_table() + END + rest.partition(END)[2], "utf-8")

@@ -62,7 +62,7 @@ BODY: dict[str, Any] = {"prompt": [3, 4, 5], "max_tokens": 6, "temperature": 0.8
 
 def test_complete_texts_are_recorded_as_ids_in_private_files(server: LlmServer, tmp_path: Path) -> None:
     folder = tmp_path / "kept"
-    told = server.post("/v1/completions", **BODY).json()["choices"][0]["token_ids"]
+    token_ids = server.post("/v1/completions", **BODY).json()["choices"][0]["token_ids"]
     assert server.post("/v1/completions", **BODY | {"seed": 2, "store": False}).status_code == 200
     assert server.post("/v1/completions", **BODY | {"prompt": [9999]}).status_code == 400
     chat = {"messages": [{"role": "user", "content": "the tin"}], "max_tokens": 3, "stream": True, "store": True}
@@ -70,7 +70,7 @@ def test_complete_texts_are_recorded_as_ids_in_private_files(server: LlmServer, 
     server.post("/v1/completions", **BODY | {"n": 2, "prompt": [[3, 4], [4, 3]]})
     records = wait_for_records(folder, 6)
     assert len(records) == 6
-    assert records[0] == TextRecord((3, 4, 5), tuple(told), 0.8)
+    assert records[0] == TextRecord((3, 4, 5), tuple(token_ids), 0.8)
     assert [len(each.prompt_ids) for each in records[2:]] == [2] * 4
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
@@ -79,7 +79,7 @@ def test_complete_texts_are_recorded_as_ids_in_private_files(server: LlmServer, 
     assert set(json.loads(text.splitlines()[0])) == {"prompt_ids", "response_ids", "temperature"}
 
 
-def test_cancelled_request_is_not_kept(server: LlmServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelled_request_is_not_recorded(server: LlmServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forward, has_left = server.served.llm.engine.runner.forward, threading.Event()
 
     def waiting(spans: Any) -> Any:

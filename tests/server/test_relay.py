@@ -67,7 +67,7 @@ class Asked:
 
 
 @asynccontextmanager
-async def relaying(*engines: FakeEngine) -> AsyncIterator[Relay]:
+async def start_relay(*engines: FakeEngine) -> AsyncIterator[Relay]:
     servers = [await asyncio.start_server(each.connected, "127.0.0.1", 0) for each in engines]
     for each, server in zip(engines, servers, strict=True):
         each.port = server.sockets[0].getsockname()[1]
@@ -131,7 +131,7 @@ async def dies(_: Asked, send: Send) -> None:
 def test_next_engine_resumes_from_the_record() -> None:
     async def main() -> None:
         first, second = FakeEngine(0, dies_early), FakeEngine(1, completes)
-        async with relaying(first, second) as app:
+        async with start_relay(first, second) as app:
             client = Client()
             await client.ask(app)
             assert (client.status, client.body) == (200, b"abc")
@@ -161,7 +161,7 @@ def test_abandoned_engine_cannot_write_into_the_stream() -> None:
 
     async def main() -> None:
         first, second = FakeEngine(0, sleeps), FakeEngine(1, completes)
-        async with relaying(first, second) as app:
+        async with start_relay(first, second) as app:
             client = Client()
             asking = asyncio.create_task(client.ask(app))
             while len(client.received) < 2:
@@ -187,7 +187,7 @@ def test_engine_is_kept_without_a_replacement() -> None:
 
     async def main() -> None:
         only, other = FakeEngine(0, slow), FakeEngine(1, completes, fingerprint="another")
-        async with relaying(only, other) as app:
+        async with start_relay(only, other) as app:
             client = Client()
             asking = asyncio.create_task(client.ask(app))
             await client.came.wait()
@@ -202,7 +202,7 @@ def test_engine_is_kept_without_a_replacement() -> None:
 def test_requests_wait_for_an_engine() -> None:
     async def main() -> None:
         down = FakeEngine(0, completes, is_ready=False, fingerprint="")
-        async with relaying(down) as app:
+        async with start_relay(down) as app:
             client, impatient = Client(), Client()
             asking = asyncio.create_task(client.ask(app))
             await impatient.ask(app, "GET", "/health")
@@ -231,7 +231,7 @@ def test_waiting_for_an_engine_times_out(monkeypatch: pytest.MonkeyPatch) -> Non
             await dies_early(asked, send)
 
         begins.respond = once
-        async with relaying(begins, down) as app:
+        async with start_relay(begins, down) as app:
             client = Client()
             await client.ask(app)
             assert client.body.startswith(b'adata: {"error": {"message": "no engine has answered within')
@@ -249,7 +249,7 @@ def test_engine_of_another_version_does_not_resume() -> None:
             first.is_ready, first.fingerprint = False, "newer"
 
         first.respond = once
-        async with relaying(first, second) as app:
+        async with start_relay(first, second) as app:
             client = Client()
             await client.ask(app)
             assert b"the others serve another version" in client.body
@@ -274,7 +274,7 @@ def test_full_engine_is_retried_and_its_refusal_is_passed_on() -> None:
             await dies_early(asked, send)
 
         first.respond = once
-        async with relaying(first, second) as app:
+        async with start_relay(first, second) as app:
             client = Client()
             await client.ask(app)
             assert len(second.requests) == 2
@@ -288,7 +288,7 @@ def test_errors_before_output_are_passed_on() -> None:
         await send(frame(HEAD, json.dumps([429, [["retry-after", "3"]]]).encode()) + frame(BODY, b"{}") + frame(END))
 
     async def main() -> None:
-        async with relaying(FakeEngine(0, refuses)) as app:
+        async with start_relay(FakeEngine(0, refuses)) as app:
             client = Client()
             await client.ask(app)
             assert (client.status, client.received[0]["headers"]) == (429, [(b"retry-after", b"3")])
@@ -301,7 +301,7 @@ def test_request_that_crashes_engines_is_given_up(monkeypatch: pytest.MonkeyPatc
 
     async def main() -> None:
         engines = FakeEngine(0, dies), FakeEngine(1, dies)
-        async with relaying(*engines) as app:
+        async with start_relay(*engines) as app:
             client = Client()
             await client.ask(app)
             assert (client.status, len(engines[0].requests) + len(engines[1].requests)) == (500, relay.MAX_LOSSES + 1)
@@ -323,7 +323,7 @@ def test_disconnect_closes_the_connection_to_the_engine() -> None:
             finally:
                 left.set()
 
-        async with relaying(FakeEngine(0, endless)) as app:
+        async with start_relay(FakeEngine(0, endless)) as app:
             client = Client()
             asking = asyncio.create_task(client.ask(app))
             await begun.wait()
@@ -337,7 +337,7 @@ def test_disconnect_closes_the_connection_to_the_engine() -> None:
 
 def test_relay_serves_metrics_to_replicas() -> None:
     async def main() -> None:
-        async with relaying() as app:
+        async with start_relay() as app:
             sent: list[Any] = []
 
             async def send(message: Any) -> None:

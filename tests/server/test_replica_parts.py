@@ -126,7 +126,7 @@ def test_join_refuses_a_local_address_with_a_remote_router() -> None:
     assert router.own_url("http://127.0.0.1:8000", "0.0.0.0", 9000, tls=True) == "https://127.0.0.1:9000"
 
 
-def test_unreachable_router_is_no_exception() -> None:
+def test_unreachable_router_is_reported_without_exception() -> None:
     assert asyncio.run(router.registered("http://127.0.0.1:1")) is None
     assert asyncio.run(router.register("http://127.0.0.1:1", "http://127.0.0.1:2")) is False
 

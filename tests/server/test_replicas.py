@@ -37,14 +37,14 @@ def replicas() -> Iterator[Server]:
 
 
 @contextmanager
-def direct(server: Server, number: int) -> Iterator[Server]:
+def direct_engine(server: Server, number: int) -> Iterator[Server]:
     """One engine without the router. The router passes API keys to completions only."""
-    url = listed(server)[number]["url"]
+    url = list_replicas(server)[number]["url"]
     with httpx.Client(base_url=url, headers=server.client.headers, timeout=PATIENCE) as client:
         yield Server(server.process, server.log, url, client)
 
 
-def listed(server: Server) -> list[dict[str, Any]]:
+def list_replicas(server: Server) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = server.client.get("/replicas").json()["replicas"]
     return found
 
@@ -52,7 +52,7 @@ def listed(server: Server) -> list[dict[str, Any]]:
 def wait_for(server: Server, condition: Callable[[list[dict[str, Any]]], bool]) -> None:
     def holds() -> bool:
         with suppress(httpx.TransportError):
-            return condition(listed(server))
+            return condition(list_replicas(server))
         return False
 
     until(holds, lambda: server.log.read_text("utf-8"))
@@ -69,14 +69,14 @@ def ask(server: Server, seed: int, **more: Any) -> str:
 def test_replicas_give_equal_texts_and_report_metrics_of_all(replicas: Server) -> None:
     texts = {}
     for number in (0, 1):
-        with direct(replicas, number) as engine:
+        with direct_engine(replicas, number) as engine:
             texts[number] = [ask(engine, seed) for seed in range(5)]
     assert texts[0] == texts[1] == [ask(replicas, seed) for seed in range(5)]
     wait_for(replicas, lambda found: all(each["running"] is not None for each in found))
     wanted = ["vllm_router_active_workers 2.0"]
     for number in (0, 1):
         wanted += [f'headstart:replica_up{{engine="{number}"}} 1.0', f'vllm:request_success_total{{engine="{number}"']
-    with direct(replicas, 1) as engine:
+    with direct_engine(replicas, 1) as engine:
         until(lambda: [line for line in wanted if line not in engine.client.get("/metrics").text] == [])
 
 
@@ -84,7 +84,7 @@ def test_router_sends_prefixes_to_the_same_replica(replicas: Server) -> None:
     for turns in range(1, 5):
         ask_with = [{"role": "user", "content": "An apple. " * 60 * turns}]
         assert replicas.post(CHAT, messages=ask_with, max_tokens=1).status_code == 200
-    with direct(replicas, 0) as engine:
+    with direct_engine(replicas, 0) as engine:
         assert 'outcome="prefix_hit"' in engine.client.get("/metrics").text
 
 
@@ -96,14 +96,14 @@ def test_other_origins_are_not_allowed(replicas: Server) -> None:
 def test_api_keys_are_checked(replicas: Server) -> None:
     answer = replicas.client.post(CHAT, json={"messages": []}, headers={"authorization": "Bearer wrong"})
     assert answer.status_code == 401
-    with direct(replicas, 0) as engine:
+    with direct_engine(replicas, 0) as engine:
         assert engine.client.get("/metrics", headers={"authorization": "", "x-headstart-own": "1"}).status_code == 401
 
 
 Texts = dict[int, str]
 
 
-def streamed(server: Server, tokens: int, watch: Callable[[int, Texts], bool]) -> Texts:
+def stream_texts(server: Server, tokens: int, watch: Callable[[int, Texts], bool]) -> Texts:
     """Texts of a stream up to its end, or until `watch(number of events, texts)` is true."""
     body = {"messages": [{"role": "user", "content": "Tell a story."}], "seed": 5, "max_tokens": tokens}
     texts, num_events, is_done = {0: "", 1: ""}, 0, False
@@ -120,14 +120,14 @@ def streamed(server: Server, tokens: int, watch: Callable[[int, Texts], bool]) -
     return texts
 
 
-def resumed(server: Server, why: str) -> float:
-    with direct(server, 0) as engine:
+def num_resumed(server: Server, why: str) -> float:
+    with direct_engine(server, 0) as engine:
         return float(re.findall(rf'resumed_requests_total{{why="{why}"}} (\S+)', engine.client.get("/metrics").text)[0])
 
 
 @pytest.fixture(scope="module")
 def expected(replicas: Server) -> Texts:
-    return streamed(replicas, 300, lambda *_: False)
+    return stream_texts(replicas, 300, lambda *_: False)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -137,48 +137,48 @@ def test_stream_survives_a_lost_engine(replicas: Server, expected: Texts, number
 
     def disturb(num_events: int, texts: Texts) -> bool:
         if num_events == 20:
-            victims.extend(each["pid"] for each in listed(replicas) if each["running"])
+            victims.extend(each["pid"] for each in list_replicas(replicas) if each["running"])
             os.kill(victims[0], number)
         return False
 
-    assert streamed(replicas, 300, disturb) == expected
+    assert stream_texts(replicas, 300, disturb) == expected
     if number == signal.SIGSTOP:
         os.kill(victims[0], signal.SIGCONT)
     wait_for(replicas, lambda found: all(each["state"] == "ready" and each["running"] is not None for each in found))
-    assert resumed(replicas, "ended" if number == signal.SIGKILL else "silent") >= 1
+    assert num_resumed(replicas, "ended" if number == signal.SIGKILL else "silent") >= 1
 
 
 def test_stream_survives_a_rolling_restart(replicas: Server) -> None:
     """The stream is read until another engine has resumed it, and 40 events more."""
-    before, more = resumed(replicas, "renewed"), 0
+    before, more = num_resumed(replicas, "renewed"), 0
 
     def disturb(num_events: int, texts: Texts) -> bool:
         nonlocal more
         if num_events == 20:
             replicas.process.send_signal(signal.SIGHUP)
-        if num_events % 20 == 0 and not more and resumed(replicas, "renewed") > before:
+        if num_events % 20 == 0 and not more and num_resumed(replicas, "renewed") > before:
             more = num_events
         return bool(more) and num_events > more + 40
 
-    texts = streamed(replicas, 6000, disturb)
+    texts = stream_texts(replicas, 6000, disturb)
     wait_for(replicas, lambda found: all(each["state"] == "ready" and each["running"] is not None for each in found))
-    longer = streamed(replicas, 6000, lambda _, known: all(len(known[each]) >= len(texts[each]) for each in texts))
+    longer = stream_texts(replicas, 6000, lambda _, known: all(len(known[each]) >= len(texts[each]) for each in texts))
     assert {each: text[: len(texts[each])] for each, text in longer.items()} == texts
 
 
 def test_rolling_restart_loses_no_request(replicas: Server) -> None:
-    before = {each["pid"] for each in listed(replicas)}
+    before = {each["pid"] for each in list_replicas(replicas)}
     with ThreadPoolExecutor(4) as pool:
         replicas.process.send_signal(signal.SIGHUP)
         texts = []
-        while not before.isdisjoint(each["pid"] for each in listed(replicas)):
+        while not before.isdisjoint(each["pid"] for each in list_replicas(replicas)):
             texts += list(pool.map(lambda seed: ask(replicas, seed), range(5)))
     assert texts and all(texts[:5] == texts[start : start + 5] for start in range(0, len(texts), 5))
     wait_for(replicas, lambda found: all(each["state"] == "ready" for each in found))
 
 
 def test_killed_replica_is_restarted_while_others_answer(replicas: Server) -> None:
-    victim, expected = listed(replicas)[0], [ask(replicas, seed) for seed in range(5)]
+    victim, expected = list_replicas(replicas)[0], [ask(replicas, seed) for seed in range(5)]
     os.kill(victim["pid"], signal.SIGKILL)
     assert [ask(replicas, seed) for seed in range(5)] == expected
     wait_for(replicas, lambda found: found[0]["state"] == "ready" and found[0]["starts"] == victim["starts"] + 1)
@@ -193,7 +193,7 @@ def children(server: Server) -> set[int]:
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc")
 def test_killed_router_is_restarted(replicas: Server) -> None:
     expected = ask(replicas, 1)
-    (router,) = children(replicas) - {each["pid"] for each in listed(replicas)}
+    (router,) = children(replicas) - {each["pid"] for each in list_replicas(replicas)}
     os.kill(router, signal.SIGKILL)
     until(lambda: router not in children(replicas))
     wait_for(replicas, lambda found: all(each["state"] == "ready" for each in found))
@@ -225,7 +225,7 @@ def test_shutdown_waits_for_running_requests(replicas: Server) -> None:
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(ask, replicas, 1, max_tokens=200, ignore_eos=True)
         wait_for(replicas, lambda found: any(each["running"] for each in found))
-        pids = [each["pid"] for each in listed(replicas)]
+        pids = [each["pid"] for each in list_replicas(replicas)]
         assert replicas.stop() == 0
         assert answer.result()
     for pid in pids:

@@ -43,7 +43,7 @@ def operations(server: Server) -> dict[str, Any]:
         for path in sorted(PATHS | TRANSLATED if mode.is_positive else POSTED)
     ],
 )
-def test_no_server_error(operations: dict[str, Any], path: str, mode: Any) -> None:
+def test_generated_requests_cause_no_server_error(operations: dict[str, Any], path: str, mode: Any) -> None:
     assert set(operations) == PATHS | TRANSLATED
 
     @given(case=operations[path].as_strategy(generation_mode=mode))

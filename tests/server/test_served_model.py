@@ -183,7 +183,7 @@ def test_deltas_of_a_step_are_delivered_in_one_call(monkeypatch: pytest.MonkeyPa
             served.llm.engine.runner, "forward", lambda spans: all_wait.wait(support.PATIENCE) and forward(spans)
         )
         opening = [asyncio.create_task(served.open([request(served, seed)])) for seed in range(4)]
-        await asyncio.sleep(0)  # all of them are sent to the engine
+        await asyncio.sleep(0)  # lets all requests reach the engine
         all_wait.set()
         streams = await asyncio.gather(*opening)
         await asyncio.gather(*map(tokens_of, streams))

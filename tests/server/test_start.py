@@ -22,7 +22,7 @@ class InterruptedServer:
         await asyncio.sleep(0.05)
 
 
-def test_a_signal_during_the_start_ends_the_server() -> None:
+def test_signal_during_start_ends_the_server() -> None:
     server: Any = InterruptedServer()
     models: Any = None
     asyncio.run(_run(server, models, ServerConfig(), [socket.create_server(("127.0.0.1", 0))], lambda: None))

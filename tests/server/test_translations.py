@@ -91,7 +91,7 @@ def test_ollama_options_are_translated() -> None:
     chat = ollama.chat_of(ollama.OllamaChatRequest.model_validate(body))
     assert (chat.seed, chat.max_tokens, chat.repetition_penalty, chat.stop) == (7, None, 1.1, ["x"])
     assert (chat.reasoning_effort, chat.chat_template_kwargs, chat.stream) == ("high", {"enable_thinking": True}, True)
-    endless = body | {"options": {"num_predict": 0}}  # as Ollama has it
+    endless = body | {"options": {"num_predict": 0}}  # no limit, as in Ollama
     assert ollama.chat_of(ollama.OllamaChatRequest.model_validate(endless)).max_tokens is None
     assert ollama.ShowRequest.model_validate({"name": "m"}).model == "m"
     raw = ollama.GenerateRequest.model_validate({"model": "m", "prompt": "x", "raw": True, "system": "y"})

@@ -159,7 +159,7 @@ def test_beginning_of_a_forced_text_has_the_ids_of_the_whole(monkeypatch: pytest
 
 @pytest.mark.slow
 def test_cache_is_bounded_and_excludes_failures(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headstart.text.grammar_state.LEXER_GROWTH", 0)  # its estimate from seconds varies
+    monkeypatch.setattr("headstart.text.grammar_state.LEXER_GROWTH", 0)  # the growth estimate depends on time
     compiled = GrammarCompiler(tiny(), 300, replace(LIMITS, cached_bytes=2**20))
     for number in range(24):
         compiled.compile(GrammarSpec("choice", [f"{number} {i}" for i in range(200)]))

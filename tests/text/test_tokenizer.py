@@ -85,7 +85,7 @@ def test_add_special_adds_bos_and_eos(metadata: dict[str, object], ends: tuple[b
     ("names", "ends"),
     [
         (["<|end|>", "<|im_end|>"], {"<|end|>", "<|im_end|>"}),
-        (["<|end|>", "<|call|>", "<|return|>"], {"<|call|>", "<|return|>"}),  # gpt-oss: a channel ends there
+        (["<|end|>", "<|call|>", "<|return|>"], {"<|call|>", "<|return|>"}),  # gpt-oss: <|end|> ends a channel only
         (["<|call|>", "<|endoftext|>", "<|fim_pad|>", "<|fim_middle|>"], {"<|call|>", "<|endoftext|>", "<|fim_pad|>"}),
     ],
 )
