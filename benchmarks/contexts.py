@@ -49,7 +49,7 @@ from headstart.tools.verify.numerics import ROWS, RowScores, TeacherForcing, com
 
 SIZES = LlamaSizes(layers=12, hidden=512, inner=1408, heads=8, kv_heads=4, head_dim=64, vocab=32000, context=40960)
 BYTES = {"bfloat16": 2.0, "f16": 2.0, "int8": 1.0 + 4 / SIZES.head_dim, "fp8": 1.0 + 4 / SIZES.head_dim}
-"""Of a key's number."""
+"""Bytes per element of the KV cache."""
 READS = 5
 KV_DTYPES: tuple[KVDtype, ...] = ("bfloat16", "float32", "int8", "fp8")
 

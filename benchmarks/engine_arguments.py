@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 Found = Iterator[tuple[str, str]]
-"""(entry, file it stands in, relative to DIR)."""
+"""(entry, source file relative to DIR)."""
 Known = dict[str, dict[str, Any]]
-"""engine -> {"versions": {version: where it was read}, "files": {file: {"versions that have them": [entries]}}}."""
+"""engine -> {"versions": {version: source}, "files": {file: {"versions that have them": [entries]}}}."""
 
 VLLM_SERVER_ARGUMENTS = [f"vllm/entrypoints/{folder}/cli_args.py" for folder in ("openai", "launchers", "common")]
-"""By version: the file has moved twice."""
+"""Paths of the file by version, as it has moved twice."""
 
 
 def vllm(root: Path) -> Found:

@@ -124,7 +124,7 @@ SPELLINGS = {
     "xllm": ["joined", "one dash"],  # gflags
     "llamacpp": ["underscores"],  # common_params_parse_ex
 }
-"""What a parser takes beside --flag VALUE: --flag=VALUE, beginnings of names, _ for -, keys of a JSON, -flag."""
+"""Accepted forms beside --flag VALUE: --flag=VALUE, prefixes of names, _ for -, keys of a JSON value, -flag."""
 
 
 def grouped(arguments: list[Argument]) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from headstart import hub, registry
 
 PARTS = ("bits", "checks", "speed", "train")
 SHARES = {"bits": 0.15, "checks": 0.6, "speed": 0.9, "train": 1.0}
-"""Of the time that is left when a part has its turn, where several do."""
+"""Share of the remaining time for each part, if several run."""
 LEAST_CALL = 4e6
 HERE = Path(__file__).resolve().parents[1] / "scratch" / "gpu"
 

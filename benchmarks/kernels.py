@@ -29,9 +29,9 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / each) for each in (".", "tests", "tests/contract", "tests/kernels", "tests/kernels/cuda")]
 SPILLED = 16
-"""Bytes of a thread outside of its registers that are worth a word."""
+"""Spilled bytes of a thread from which a kernel is listed."""
 ONE_BY_ONE = {"scatter", "keep", "conv_states", "count", "sort_into_tiles", "choose"}
-"""Kernels that copy or count: what they give has no rounding, and their tiles may follow the number of rows."""
+"""Kernels that copy or count. Their results are exact, so that their tiles may depend on the number of rows."""
 
 
 def parser() -> argparse.ArgumentParser:

@@ -54,7 +54,7 @@ from measure.tables import Record
 from headstart import hub
 
 LOADED = {"decode": decode, "prefill": prefill, "batch": batch}
-"""Sections over engines that stay loaded."""
+"""Sections with engines that stay loaded."""
 
 SECTIONS = (*LOADED, "start")
 VARIANTS = (

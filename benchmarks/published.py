@@ -39,7 +39,7 @@ REPOSITORIES = {
     "deepseek-v3.2": ("deepseek-ai/DeepSeek-V3.2",),
     "glm-4.5-air": ("zai-org/GLM-4.5-Air",),
 }
-"""Repository, and the head beside it."""
+"""(repository, options of its head)."""
 ONLY_INSPECTED = ("deepseek-v3.2", "glm-4.5-air")
 OWN_WORKLOADS = "code,prose,json,repetitive"
 Texts = dict[str, str]

@@ -35,9 +35,9 @@ PICTURE = ROOT / "docs" / "demo.svg"
 DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/support.md")
 MARK = re.compile(r"(<!-- numbers: ([\w-]+) -->)(.*?)(<!-- /numbers -->)", re.DOTALL)
 HTTP = "over-http-against-llama-cpp-1"
-"""The table with a row for each engine and drafter."""
+"""The table with a row per engine and drafter."""
 DEFAULT_ROW = "headstart EAGLE-3 auto"
-"""Of that table, what a user gets who sets nothing."""
+"""The row of the default settings."""
 Results = dict[str, Any]
 
 

@@ -36,7 +36,7 @@ Document = dict[str, Any]
 TEMPERATURES = (0.0, 0.8)
 DRAFTERS = ("none", "mtp", "eagle3", "auto")
 TEXT = ("token_ids", "logprobs", "finish_reason")
-"""What no drafter may change."""
+"""Fields that must be equal for all drafters."""
 
 
 def record(completion: Completion, *, fixed_depth: bool) -> Document:

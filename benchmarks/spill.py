@@ -37,7 +37,7 @@ from engines.headstart_server import HeadstartServer, NotAnsweredError
 
 Body = dict[str, Any]
 LEAST_ID, MOST_ID = 100, 30_000
-"""Token ids that the default model has."""
+"""Range of token ids of the default model."""
 
 
 def prompt_of(seed: int, length: int) -> list[int]:

@@ -51,10 +51,10 @@ from headstart.tools.verify import run as verify
 from headstart.tools.verify.options import LONG_LENGTHS, VerifyOptions
 
 LENGTHS = (1, 5, 17, 30, 45, 64)
-"""Of the prompts; the longer ones begin with the same tokens."""
+"""Lengths of prompts; the longer ones share a prefix."""
 SHARED = 20
 Measured = tuple[dict[str, str], dict[str, Any]]
-"""Texts of the table by its heads, and all that was found."""
+"""(texts of the table by column head, all findings)."""
 
 
 def prompts(vocab: int) -> tuple[list[int], ...]:

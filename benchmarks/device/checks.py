@@ -13,7 +13,7 @@ from device.clock import Clock, Results, say, table
 
 ROOT = Path(__file__).parents[2]
 FAMILIES = "llama,qwen3_5,gpt_oss,mimo+awq,mimo+fp8_blocks,deepseek_v4,granitemoehybrid,gemma3n,lfm2_moe"
-"""Together they have every kernel; each family has some of its own to compile."""
+"""Families that together use every kernel."""
 
 
 def commands(backend: str, device: str, model: str) -> dict[str, list[str]]:

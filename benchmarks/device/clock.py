@@ -14,7 +14,7 @@ from typing import Any
 from headstart.files import write_atomic
 
 RESERVE_S = 20.0
-"""Left for the last files."""
+"""Seconds reserved for writing the last files."""
 
 
 @dataclass

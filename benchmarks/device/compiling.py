@@ -36,9 +36,9 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 SHARED = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
-"""Bytes of shared memory that a program may have."""
+"""Maximum bytes of shared memory of a program."""
 LIKE_A_GPU = CudaDevice(torch.device("cpu"), columns=64, elements=1024, wide=False)
-"""As open_device makes it for a GPU, but that tensors lie here."""
+"""The device that open_device returns for a GPU, with tensors on the CPU."""
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 

@@ -29,7 +29,7 @@ MIXED: tuple[dict[str, Any], ...] = (
     {"temperature": 1.0, "repetition_penalty": 1.2, "presence_penalty": 0.1, "logit_bias": {5: 2.0}, "logprobs": 1},
 )
 PROMPTS = (3, 37, 9, 16, 1)
-"""Tokens of prompts: passes of one row, of a few, of more than a tile."""
+"""Lengths of prompts, for passes of one row, of a few rows, and of more than a tile."""
 
 
 def names() -> list[str]:

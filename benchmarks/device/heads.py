@@ -53,9 +53,9 @@ from headstart.train.trainer import Recipe, Trainer, rate_factor
 
 KINDS = ("mtp", "eagle3", "block")
 SCHEDULE_FILE = "stood.json"
-"""Beside exported heads: where the schedule stood."""
+"""File beside exported heads with the state of the schedule."""
 LAG = 3
-"""Rounds after which a chunk is trained on again."""
+"""Rounds after which a chunk is used again."""
 
 
 @dataclass(frozen=True, kw_only=True)

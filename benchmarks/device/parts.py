@@ -20,7 +20,7 @@ from headstart.files import write_atomic, write_atomic_chunks
 
 PIECE, PART_BYTES = 1 << 22, 15 << 20
 CALL_BYTES = 63 << 20
-"""Of a call that takes only so much along, this repository's files counted."""
+"""Default upload limit of a call, including this repository's files."""
 ROOT = Path(__file__).parents[2]
 
 
@@ -74,7 +74,7 @@ def _found(folders: list[Path], name: str) -> Path | None:
 
 TRUNK, PACKAGES = "trunk", "packages.zip"
 TAKEN = ("gguf",)
-"""Packages of Python alone that machines with torch often lack."""
+"""Pure-Python packages that machines with torch often lack."""
 
 
 def pack(folder: Path, prompts: list[Path], call_bytes: int) -> list[list[Path]]:

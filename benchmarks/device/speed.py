@@ -42,17 +42,17 @@ SHAPES: Mapping[str, tuple[str, dict[str, Any]]] = {
     "qwen3.5-9b": ("qwen3_5", {**CARDS["qwen3.5-9b"]["config"], "num_hidden_layers": 8}),
     "moe": ("qwen3_5_moe", {**CARDS["qwen3.6-35b-a3b"]["config"], "num_hidden_layers": 4}),
 }  # fmt: skip
-"""Family and keys of config.json. The two large ones have a quarter and a tenth of their layers: what counts is the
-share of the limit, and they must be written and read here first."""
+"""Family and keys of config.json. The two large models have a quarter and a tenth of their layers, to be written and
+read fast; the share of the limit does not depend on it."""
 DEFAULT = {
     "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
     "num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 8192, "tie_word_embeddings": True,
 }  # fmt: skip
-"""The default model's sizes, which transformers reads of a GGUF file only with another package."""
+"""Sizes of the default model; transformers needs another package to read them from the GGUF file."""
 DEPTH, RATES = 3, "0.75,0.5,0.35"
-"""RATES: acceptance length 2.6."""
+"""RATES give acceptance length 2.6."""
 SHARE, GAIN, LENGTH = 0.6, 1.8, 2.6
-"""Goals of one stream: of the memory's limit, plain; times plain with MTP, at so many tokens a pass."""
+"""Goals for one sequence: share of the memory limit of plain decoding; speed-up by MTP at LENGTH tokens per pass."""
 PROMPT, BLOCK, LARGE = 32, 1 << 20, 1 << 20
 READ_BYTES, READ_RUNS = 4 << 30, 8
 

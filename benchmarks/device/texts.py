@@ -39,11 +39,11 @@ from headstart.train.records import ChatTokenizer, Example, SkippedRecords, exam
 
 MARK = "user-turn-mark"
 OWN_SHARE, FILE_SHARE = 0.45, 0.15
-"""Of the answers; templates are the rest. Of the model's attempts at prompts about two thirds turn out usable.
-An answer takes 0.6 of what it may."""
+"""Shares of answers to generated prompts and to prompt files; the rest is from templates. About two thirds of generated
+prompts are usable. Answers have 0.6 of the maximum length on average."""
 ATTEMPTS, MEAN_ANSWER = 1.5, 0.6
 SHORT, LONG = 128, 512
-"""Tokens of a prompt: the two sizes of slots."""
+"""Maximum prompt lengths of the two sizes of slots."""
 ROOT = Path(__file__).parents[2]
 _POOL = ThreadPoolExecutor(1)
 

@@ -26,9 +26,9 @@ from headstart.train.hidden_states import pad, to_device
 from headstart.train.ops import TrainingKV, TrainOps
 
 PASSES = 16
-"""Between looks of the host."""
+"""Passes between two checks by the host."""
 HALVINGS = 12
-"""Of the interval in which the least probability that top-p keeps is looked for."""
+"""Bisection steps for the lowest probability that top-p keeps."""
 PREFILL_TOKENS = 32_768
 
 

@@ -25,7 +25,7 @@ CONTEXT = 4096
 START_SECONDS, POLL_SECONDS = 120, 0.002
 HTTP_SECONDS = 600
 QUANTIZE_NAMES = {"Q8_0": "Q8_0", "bf16": "BF16"}
-"""Our names of copies -> llama-quantize's."""
+"""Names of weight types in benchmarks -> names in llama-quantize."""
 
 
 class LlamaServer(ServerProcess):

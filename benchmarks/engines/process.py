@@ -200,7 +200,7 @@ class WorkerEngine:
 
 
 Launched = tuple[ProcessGroup, Callable[[], None]]
-"""A started process, and a function that waits for its first token."""
+"""(started process, function that waits for its first token)."""
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from headstart.config import EngineConfig  # noqa: E402
 from headstart.engine.load import load_model  # noqa: E402
 
 LENGTHS, TOKENS, DEPTH = (11, 4), 3, 3
-"""Of the prompts; tokens of each answer; drafted tokens."""
+"""Lengths of prompts, tokens of each answer, draft depth."""
 CHUNK = 9
 LIMIT = 2e-4
-"""Of log-probabilities in float32."""
+"""Maximum difference of a log-probability in float32."""
 
 
 @dataclass(frozen=True)

@@ -47,23 +47,24 @@ WIDE: Mapping[str, Any] = {
     "moe_latent_size": 256, "moe_shared_expert_intermediate_size": 256, "expert_ffn_hidden_size": 256,
     "ffn_hidden_size": 512,
 }  # fmt: skip
-"""Keys of any family's config in sizes that quantizers take; those that a small config does not have are left out."""
+"""Config values in sizes that quantizers support; keys missing in a tiny config are left out."""
 OWN: Mapping[str, Mapping[str, Any]] = {
     "gemma4_shared": {  # the layers whose KV is shared are one with and one without a window, as in released models
         "layer_types": [f"{kind}_attention" for kind in ("sliding", "sliding", "full", "sliding", "full")],
     },
 }
-"""Keys of one row."""
+"""Additional keys by row."""
 NOT_BY_TRANSFORMERS = ("deepseek_v4", "glm5_next", "mimo_v2_flash", "minimax_m3", "qwen4_exp", "step3p5")
-"""Families whose config the converter wants as released, not as transformers' class for it reads it."""
+"""Families whose config the converter reads in released form, not in that of transformers' class."""
 NOT_THERE = ("deepseek_v41", "inkling", "longcat_flash", "mimo", "step5")
-"""Families and rows that llama.cpp has no architecture for."""
+"""Families and rows without an architecture in llama.cpp."""
 LIMITS = {"F32": 2e-4, "F16": 1e-5, "Q8_0": 1e-2, "Q4_K_M": 1e-2}
-"""F32: of the largest difference of a log-probability. Only the order of sums differs (some 1e-5), but for GELU, which
-llama.cpp reads from a table in float16. Others: of the median divergence over the steps. F16: llama.cpp rounds the rows
-of every product to float16, headstart does not (some 4e-7). Q8_0 and Q4_K_M: both round rows to 8 bits, in groups of 32
-or of 256, `reference` does not (1e-4 to 8e-4; with experts or recurrent layers to 5e-3). A median, for a rounded row
-may choose another expert, which changes a few positions much. What is read wrong gives 5e-2 and more."""
+"""F32: limit of the maximum difference of a log-probability. Only the order of sums differs (about 1e-5), and GELU,
+which llama.cpp reads from a float16 table. Other types: limit of the median divergence over the steps. F16: llama.cpp
+rounds the rows of every product to float16, headstart does not (about 4e-7). Q8_0 and Q4_K_M: both round rows to 8
+bits, in groups of 32 or 256; `reference` does not (1e-4 to 8e-4; with experts or recurrent layers up to 5e-3). The
+median is used as a rounded row may select another expert, with large changes at a few positions. Wrongly read weights
+give 5e-2 or more."""
 
 
 @dataclass(frozen=True)
@@ -80,15 +81,15 @@ class Agreement:
 
 GELU = ("gemma2", "gemma3", "gemma3n", "gemma4")
 APART = {"gemma3n": {"F32": 0.1, "F16": 1e-4}, "minimax_m3": {"F32": 2e-2}}
-"""Limits of families that llama.cpp computes otherwise. Gemma 3n: it divides the variance of activations by their
-number less one, the model and headstart by their number. With its divisor headstart is 4e-3 from it here, else 4e-2.
-MiniMax-M3: flash attention rounds to float16 (Muse-Glimmer with it: 5e-3)."""
+"""Limits of families that llama.cpp computes differently. Gemma 3n: llama.cpp divides the variance of n activations by
+n - 1, the model and headstart by n; the difference is 4e-3 with its divisor and 4e-2 otherwise. MiniMax-M3: flash
+attention rounds to float16 (Muse-Glimmer with it: 5e-3)."""
 IN_FP4 = ("deepseek_v4",)
-"""Families whose experts are MXFP4 in a file of any type: what those read llama.cpp rounds to 8 bits."""
+"""Families whose experts are MXFP4 in files of any type; llama.cpp rounds their inputs to 8 bits."""
 IN_FLASH = ("minimax_m3",)
-"""Families whose rows llama.cpp lets select blocks with flash attention alone."""
+"""Families with block selection, which llama.cpp supports with flash attention only."""
 SELECTING = ("deepseek_v32", "glm5_next", "glm_moe_dsa", "hy_v4", "minimax_m3")
-"""Families whose rows read 11 to 15 of some 60 positions here: where rows are rounded to 8 bits they read others."""
+"""Families that select 11 to 15 of about 60 positions here; rounding rows to 8 bits changes the selection."""
 
 
 def table_cell(name: str, kind: str, found: Mapping[str, Agreement]) -> tuple[float, bool]:

@@ -19,10 +19,10 @@ from headstart.engine.load import Model, load_model
 from headstart.models.base import Family
 
 NOT_THERE = ("step5",)
-"""Rows of which transformers has no class."""
+"""Rows without a class in transformers."""
 LENGTH, GREEDY = 90, 100
 LIMIT = 2e-4
-"""Of logits in float32."""
+"""Maximum difference of a logit in float32."""
 
 
 @dataclass(frozen=True)

@@ -41,9 +41,9 @@ VARIANTS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "step5": ("step3p5", STEP5),
 }  # fmt: skip
-"""Rows beside those of each family: the family, and changes of its small config."""
+"""Additional rows: family, and changes of its tiny config."""
 QUANTIZED, SIZES = "mimo", {"hidden_size": 128, "intermediate_size": 256}
-"""The family of rows of weight formats: its trunk's q, k, v, gate and up are quantized; its MTP module is not."""
+"""Family of the weight-format rows. The trunk's q, k, v, gate and up are quantized, the MTP module is not."""
 
 
 @dataclass(frozen=True)

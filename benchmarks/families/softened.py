@@ -28,13 +28,13 @@ MIXER = "mtp.hyper_connection_mixer."
 MARKOV = tuple(
     tuple(f"markov_head.{name}.weight" for name in names) for names in (("markov_w1", "embed"), ("markov_w2", "head"))
 )
-"""Tables of a DSpark drafter's Markov head, with as many columns as the hidden size: their names in V4, in V4.1."""
+"""Tables of a DSpark drafter's Markov head, with hidden size as number of columns; names in V4 and V4.1."""
 INPUT_NORMS = (
     r"pre_fc_norm_embedding\.weight|enorm(\.m)?\.weight|token_layernorm\.weight|layers\.\d\.embed_norm\.weight"
 )
 OUTPUT_NORMS = r"mtp\.(\d\.)?norm\.weight|shared_head\.norm\.weight|final_layernorm\.weight|mtp_emb_norm"
 LAST_NORMS = ("model.norm.weight", "backbone.norm_f.weight", "model.final_layernorm.weight", "norm.weight")
-"""Names of the trunk's last norm."""
+"""Names of the trunk's final norm."""
 
 
 def kind_of_head(arrays: Arrays) -> str:

@@ -114,4 +114,4 @@ FORMATS: Mapping[str, tuple[Mapping[str, Any], Callable[[Generator, str, Shape],
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": 128}, _awq),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}, _gptq),
 }
-"""Name -> quantization_config of the model, and the tensors of one matrix."""
+"""Name -> (quantization_config of the model, tensors of one matrix)."""

@@ -24,13 +24,13 @@ import headstart
 from headstart.machine import cpu_seconds
 
 TOO_MUCH = 0.05
-"""Cores' worth of other work above which a section's numbers say nothing."""
+"""Cores used by other processes above which a section is invalid."""
 
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
 LOCK = Path(tempfile.gettempdir()) / f"headstart-benchmark-{os.getuid()}.lock"
-"""Held by a running benchmark; background training pauses meanwhile."""
+"""Lock file of a running benchmark; background training is paused meanwhile."""
 
 
 @contextmanager

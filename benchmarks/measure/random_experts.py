@@ -24,7 +24,7 @@ import numpy as np
 from measure.random_gguf import add_tokens
 
 TYPES = {"Q8_0": (32, 34, 127 / 3**0.5), "Q4_0": (32, 18, 4.61), "MXFP4": (32, 17, 2.97)}
-"""Type -> weights and bytes of a block, and the standard deviation of random codes times a factor of 1."""
+"""Type -> (weights of a block, its bytes, standard deviation of random codes with factor 1)."""
 CHUNK = 1 << 16  # blocks drawn once and repeated
 COMMON = 0.5  # length of the common direction of embeddings, relative to the rest
 

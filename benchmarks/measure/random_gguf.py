@@ -12,7 +12,7 @@ import gguf
 import numpy as np
 
 BLOCK = 32
-"""Weights of a Q8_0 block: a float16 scale and one byte each."""
+"""Weights of a Q8_0 block, which has a float16 scale and a byte per weight."""
 
 
 @dataclass(frozen=True)

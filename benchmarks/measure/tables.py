@@ -13,7 +13,7 @@ Speeds = dict[str, list[float]]
 """tokens/s of each round, by engine."""
 
 LLAMA_OF = {"int8": "Q8_0"}
-"""headstart's weights -> the llama.cpp file of the same width, where the names differ."""
+"""headstart's weight type -> llama.cpp's of the same width, if the names differ."""
 
 
 def rates(records: Sequence[Record], tokens: Callable[[Record], int], seconds: str) -> dict[str, list[float]]:

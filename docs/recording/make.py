@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 PLACES = {str(HERE.parents[1]): ".", str(Path.home()): "~"}
-"""Folders of the machine that records, and what is shown for them."""
+"""Folders of the recording machine and their displayed names."""
 COLUMNS, LINES = 104, 24
 KEY_S, THINK_S = 0.02, 0.3
 READ_S = 1.5
-"""How long what came stays before the next command."""
+"""Pause after the output of a command."""
 LONGEST_S = 300
 FRAME_S = 0.2
 IDLE_S = 1.5
-"""Longer waits, such as those for a program to start, are cut to this, as players do it."""
+"""Longer waits, such as program starts, are shortened to this, as in players."""
 PROMPT = "$ "
 WAITING = re.compile(r"\x1b\[\?2004h[$>] $")
-"""The end of what came when bash or `headstart chat` waits for a line: they say first how to paste."""
+"""End of the output while bash or `headstart chat` waits for a line: both enable bracketed paste first."""
 QUESTION = "Write a Python function that reverses a list, with an example."
 COLOURED = r'.choices[].speculation[]?.tokens[] | if .accepted then "\u001b[32m\(.text)\u001b[0m" else .text end'
-"""Accepted drafts are green."""
+"""jq filter that colours accepted tokens green."""
 ASKED = '{"prompt": "1, 2, 3, 4,", "max_tokens": 40, "temperature": 0, "stream": true, "speculation": {"events": true}}'
 SCENES = (
     f'headstart generate --max-tokens 72 --prompt "{QUESTION}"',

@@ -82,7 +82,7 @@ NAV: dict[str, dict[str, str]] = {
 }
 PAGES = {source: "index.md" if source == "README.md" else re.sub(r"^docs/|\.ipynb$|\.md$", "", source) + ".md"
          for section in NAV.values() for source in section.values()}  # fmt: skip
-"""Documents of the repository, and where the site has them."""
+"""Document of the repository -> its page on the site."""
 SETTINGS: dict[str, Any] = {
     "site_name": "headstart",
     "site_description": "An LLM engine built around multi-token prediction",
