@@ -1,4 +1,4 @@
-"""`headstart ps` and `stop`: errors of the server with what to do."""
+"""`headstart ps` and `stop`: server errors and their hints."""
 
 import json
 
@@ -19,7 +19,7 @@ from headstart.tools.loaded import _request
         (500, "loading failed", "answers 500: loading failed", "see the server's log"),
     ],
 )  # fmt: skip
-def test_an_error_has_one_hint(status: int, said: str, message: str, hint: str) -> None:
+def test_server_error_has_one_hint(status: int, said: str, message: str, hint: str) -> None:
     async def answer() -> Response:
         return Response(status=status, body=json.dumps({"error": said}))
 

@@ -129,7 +129,7 @@ def test_other_record_layouts_are_read(tmp_path: Path) -> None:
         assert refused.value.hint.endswith(f"jq -c '.[]' {path} > records.jsonl")
 
 
-def test_tool_calls_are_answers(tmp_path: Path) -> None:
+def test_tool_calls_carry_loss(tmp_path: Path) -> None:
     llm = LLM(str(write_tiny("qwen3", tmp_path / "m")), EngineConfig(threads=1))
     template = ChatTemplate(
         "{{ tools[0].name }}:{% for m in messages %}{{ m.role }} {{ m.content }}"
@@ -177,7 +177,9 @@ def test_malformed_lines_are_named(tmp_path: Path, capsys: pytest.CaptureFixture
         generate.read_prompts([path])
 
 
-def test_prompts_that_cannot_be_asked_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_prompts_refused_by_template_or_context_are_skipped_and_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = write_tiny("qwen3", tmp_path / "m")
     refuses = "{{ raise_exception('no system') if messages[0].role == 'system' }}{{ messages[0].content }}"
     (folder / "chat_template.jinja").write_text(refuses)

@@ -429,7 +429,7 @@ def test_damaged_cache_is_rebuilt_and_damaged_checkpoint_is_refused(tmp_path: Pa
     assert run(replace(options, resume=False)).data["tokens"] >= 2_000
 
 
-def test_weights_that_are_no_numbers_are_named(tmp_path: Path) -> None:
+def test_nan_weights_are_refused(tmp_path: Path) -> None:
     config, arrays = support.family_of("llama").tiny()
     arrays["model.layers.1.mlp.up_proj.weight"] = np.full_like(arrays["model.layers.1.mlp.up_proj.weight"], np.nan)
     model = str(write_model(tmp_path / "m", config, arrays))
