@@ -10,7 +10,7 @@ from typing import Any
 from family_rows import row_of
 from oracles import logits_of_oracle, oracle_of
 from support import ALL_FAMILIES, make, prompt_of, request, run
-from test_families import logits_in_chunks, test_draft_logits_of_a_growing_sequence
+from test_families import logits_in_chunks, test_draft_logits_of_a_growing_sequence_match_the_oracle
 from test_v4_dspark import test_drafts_match_public_code
 from tiny_models import write_model
 
@@ -86,4 +86,4 @@ def check_drafter(row: str) -> None:
         for length, window in ((1, 64), (7, 64), (40, 64), (40, 11)):
             test_drafts_match_public_code("reference", "float64", length, window, family)
     else:
-        test_draft_logits_of_a_growing_sequence(row)
+        test_draft_logits_of_a_growing_sequence_match_the_oracle(row)

@@ -21,7 +21,7 @@ Prefix = tuple[int, ...]
 
 
 class SimulatedStates:
-    """Contents of the slots, changed by plans as a backend changes them: spans in sequence or at once."""
+    """Contents of the slots, changed by plans as a backend changes them: spans one by one or at once."""
 
     def __init__(self, snapshots: int = SNAPSHOTS, *, prefix_caching: bool = True) -> None:
         self.states = StateCacheManager(RUNNING, snapshots, KEPT, block_size=SIZE, every=EVERY)

@@ -105,7 +105,7 @@ def test_oldest_blocks_are_evicted_first(tmp_path: Path) -> None:
     assert store.counts.evicted == 300 - len(kept)
 
 
-def test_size_limit_of_few_blocks(tmp_path: Path) -> None:
+def test_size_limit_of_few_blocks_holds(tmp_path: Path) -> None:
     store = BlockStore(tmp_path, 3 * 8192)
     for number in range(10):
         assert store.put(PART, key_of(number), content_of(number), time.time_ns()) and used_bytes(tmp_path) <= 3 * 8192
@@ -135,7 +135,7 @@ def test_full_disk_logs_once_and_is_retried(
     assert store.put(PART, key_of(9), content_of(9), time.time_ns()) and read_block(store, 9) == bytes_of(9)
 
 
-def test_file_size_limit_of_the_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_write_beyond_the_file_size_limit_leaves_no_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A write beyond RLIMIT_FSIZE fails like a write to a full disk."""
     code = f"""
 import resource, signal, time

@@ -151,7 +151,7 @@ ROWS: Mapping[str, FamilyRow] = {
             hidden_norm="model.mtp_hidden_norm.{i}", projections=("model.mtp_linear_proj.{i}",), masks_first=True,
             norm="", config={"moe_layer_start_index": 1}),
         mtp_block=0, excluded=("attention_bias",),
-        # by kv heads: what the converter takes for shared experts' width
+        # the converter takes intermediate_size / KV heads as the width of shared experts
         llama_cpp={"intermediate_size": 1024}),
     "exaone4": FamilyRow(
         is_relative=True, mtp=replace(QWEN, config={"layer_types": ["sliding_attention"]}),
@@ -161,7 +161,7 @@ ROWS: Mapping[str, FamilyRow] = {
                 "model_type": "exaone4", "num_nextn_predict_layers": 0, "sliding_window": None,
                 "layer_types": ["full_attention"] * 3}},
         gguf={"exaone4": "exaone4"},
-        # windows in that of 64 layers only
+        # only the model of 64 layers has windows
         llama_cpp={"sliding_window": None, "num_nextn_predict_layers": 0}),
     "exaone_moe": FamilyRow(
         is_relative=True, mtp=replace(QWEN, config={"layer_types": ["sliding_attention"], "first_k_dense_replace": 1}),
@@ -179,19 +179,19 @@ ROWS: Mapping[str, FamilyRow] = {
     "gemma2": FamilyRow(is_relative=True),
     "gemma3": FamilyRow(
         trunk="gemma3_text", has_rope_by_kind=True, is_whole=True,
-        # as long as its tokenizer
+        # the size of its tokenizer
         llama_cpp={"vocab_size": 97, "sliding_window_pattern": 6, "num_hidden_layers": 7}),
     "gemma3n": FamilyRow(
         is_relative=True, trunk="gemma3n_text",
         variants={
-            # as GGUF files say
+            # values of GGUF files
             "gemma3n": {"model_type": "gemma3n", "laurel_rank": 64, "vocab_size_per_layer_input": 131},
             "gemma3n, fewer tokens by layer, another stream, no factor": {
                 "model_type": "gemma3n", "altup_active_idx": 1, "altup_correct_scale": False, "num_kv_shared_layers": 0,
                 "activation_sparsity_pattern": None, "attention_bias": True, "intermediate_size": 80}},
         gguf={"gemma3n": "gemma3n"},
         llama_cpp={
-            # llama.cpp knows the softcap, the cutoff and which layers have one, and shares from layer 20 on
+            # llama.cpp has fixed softcap, cutoff and their layers, and shares keys from layer 20 on
             "final_logit_softcapping": 30.0,
             "vocab_size": 97, "vocab_size_per_layer_input": 97, "num_kv_shared_layers": 0, "altup_num_inputs": 4,
             "laurel_rank": 64, "activation_sparsity_pattern": [0.95] * 5}),
@@ -329,7 +329,7 @@ ROWS: Mapping[str, FamilyRow] = {
                 "model_type": "mellum", "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
                 "mlp_layer_types": ["dense", "sparse", "sparse"], "num_nextn_predict_layers": 0}},
         llama_cpp={
-            # its module is not converted, all layers rotate by one base, one must have a window
+            # modules are not converted, all layers share a rope base, one layer must have a window
             "num_nextn_predict_layers": 0,
             "layer_types": [f"{kind}_attention" for kind in ("sliding", "full", "sliding")],
             "rope_parameters": {
@@ -415,7 +415,7 @@ ROWS: Mapping[str, FamilyRow] = {
             "kinds as lists, all biases": {
                 "hybrid_override_pattern": None, "layers_block_type": ["mamba", "mlp", "attention", "linear_attention"],
                 "use_bias": True, "mlp_bias": True, "num_nextn_predict_layers": 0, "use_conv_bias": False}},
-        # no MLP beside experts there
+        # no MLP layers among experts
         llama_cpp={"hybrid_override_pattern": "ME*EM"}),
     "olmo2": FamilyRow(
         is_relative=True,
@@ -486,7 +486,7 @@ ROWS: Mapping[str, FamilyRow] = {
             reads_normed=False, recycles_normed=False, config={"moe_layers_enum": ""}),
         mtp_block=1, modules=(0, 1, 2, 0),
         excluded=("num_key_value_heads", "num_hidden_layers", "rope_parameters", "rope linear, older key"),
-        # all behind the first ones, as released
+        # all layers after the first ones, as released
         llama_cpp={"moe_layers_enum": "1,2", "share_expert_dim": 256},
         released={"norm_expert_weight": True}),
 }  # fmt: skip

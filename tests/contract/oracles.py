@@ -228,13 +228,13 @@ class MTPOracle:
 
 
 def final_norm(oracle: Any) -> Any:
-    if hasattr(oracle.model, "hyper_connection_mixer"):  # whose output the LM head reads
+    if hasattr(oracle.model, "hyper_connection_mixer"):  # the LM head reads its output
         return oracle.model.hyper_connection_mixer
     return oracle.model.norm_f if hasattr(oracle.model, "norm_f") else oracle.model.norm
 
 
 def passed(oracle: Any, tokens: Seq[int], states: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [T, V], and the states behind the last layer and behind the final norm; `states` replace the first layer's
+    """Logits [T, V], and the states after the last layer and after the final norm; `states` replace the first layer's
     input."""
     found: list[Tensor] = []
 

@@ -62,7 +62,9 @@ def tiny(request: pytest.FixtureRequest) -> tuple[dict[str, Any], Arrays]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "changes", "listed"), FILES)
-def test_gguf_files_of_llama_cpp(family: str, changes: dict[str, Any], listed: bool, tmp_path: Path) -> None:
+def test_gguf_files_of_llama_cpp_equal_the_checkpoint(
+    family: str, changes: dict[str, Any], listed: bool, tmp_path: Path
+) -> None:
     tiny = family_of(family).tiny(**changes)
     plain = model_at(write_model(tmp_path / "plain", *tiny))
     found = model_at(write_gguf(tmp_path / "model.gguf", *tiny, listed=listed))
@@ -192,7 +194,7 @@ def test_config_selects_the_recycled_state(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", HYBRID)
-def test_text_part_of_multimodal_checkpoints(family: str, tmp_path: Path) -> None:
+def test_text_part_of_multimodal_checkpoints_is_loaded(family: str, tmp_path: Path) -> None:
     """Sizes in text_config, tensors under model.language_model, and a vision part that is ignored."""
     config, arrays = family_of(family).tiny()
     outside = ("model_type", "architectures", "tie_word_embeddings", "eos_token_id", "torch_dtype")

@@ -409,9 +409,9 @@ def write_projector(path: Path, arrays: Arrays) -> None:
     written(writer, path)
 
 
-def test_projector_and_text_files_of_llama_cpp(tmp_path: Path) -> None:
-    said = {**GGUF_CHANGES["deepseek_v4"], "dspark_block_size": None}
-    folder = published("deepseek_v4", **said)
+def test_projector_and_text_files_of_llama_cpp_equal_the_checkpoint(tmp_path: Path) -> None:
+    changes = {**GGUF_CHANGES["deepseek_v4"], "dspark_block_size": None}
+    folder = published("deepseek_v4", **changes)
     plain, config = model_at(folder), json.loads((folder / "config.json").read_text())
     arrays = {name: each.float32() for name, each in open_checkpoint(folder).tensors.items()}
     tower = {name: arrays.pop(name) for name in [*arrays] if name.startswith(("vision.", "aligner.", "image_"))}
@@ -433,7 +433,7 @@ def test_projector_and_text_files_of_llama_cpp(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_model_without_image_tensors_reads_text_only(family: str, tmp_path: Path) -> None:
     assert runs_here(open_checkpoint(published(family)))["vision"] == {"layers": 2, "tokens": 48}
-    for without, said in {
+    for without, message in {
         "layers.1.ffn.gate.bias_vl": "tensor layers.1.ffn.gate.bias_vl, which images need, is missing",
         "vision.blocks.1.mlp.w1": "tensor vision.blocks.1.mlp.w1.weight of the vision tower is missing",
         "image_newline": "tensor image_newline of the vision tower is missing",
@@ -441,7 +441,7 @@ def test_model_without_image_tensors_reads_text_only(family: str, tmp_path: Path
         (folder := tmp_path / without).mkdir()
         copied(published(family), folder, without)
         model = model_at(folder)
-        assert model.tower is None and said in model.no_tower
+        assert model.tower is None and message in model.no_tower
 
 
 def test_unsupported_image_preparation_is_refused(tmp_path: Path) -> None:

@@ -52,8 +52,8 @@ def slow(family: str) -> list[pytest.MarkDecorator]:
 
 @cache
 def plain(kind: str, family: str, temperature: float) -> support.Outputs:
-    """Outputs of plain decoding, one request at a time; for OTHERS all at once, since test_logits_in_a_mixed_batch
-    covers effects of the batch."""
+    """Outputs of plain decoding, one request at a time; for OTHERS all at once, since effects of the batch are covered
+    by test_logits_of_a_mixed_batch_match_transformers."""
     model = {"random": headed_model, "agreeing": agreeing_model}[kind](family)
     room = {"max_num_seqs": 8, "kv_blocks": 200} if family in OTHERS else {"max_num_seqs": 1, "kv_blocks": 16}
     return run(make(model, drafter="none", enable_prefix_caching=False, **room), varied_requests(temperature))

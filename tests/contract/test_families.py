@@ -138,7 +138,7 @@ def test_logits_match_transformers(family: str, variant: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_in_a_mixed_batch(family: str) -> None:
+def test_logits_of_a_mixed_batch_match_transformers(family: str) -> None:
     """One pass with prefill, a chunk and single rows of several sequences."""
     model = tiny_model(family, dtype="float32")
     engine = make(model, dtype="float32", drafter="none", max_model_len=512, kv_blocks=200)
@@ -236,7 +236,7 @@ def test_every_mtp_family_has_an_oracle() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", MTP_FAMILIES)
-def test_draft_logits_of_a_growing_sequence(family: str) -> None:
+def test_draft_logits_of_a_growing_sequence_match_the_oracle(family: str) -> None:
     """Drafts with true tokens at every length; each round fills the pairs added since the last."""
     model, tokens = mtp_oracle(family).model, prompt_of(22, 3)
     states = mtp_oracle(family).trunk_states(tokens)
@@ -257,7 +257,7 @@ def test_draft_logits_of_a_growing_sequence(family: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [17, 512])
 @pytest.mark.parametrize("family", [name for name in MTP_FAMILIES if name in FAMILIES])
-def test_draft_logits_of_a_ragged_batch(family: str, budget: int) -> None:
+def test_draft_logits_of_a_ragged_batch_match_the_oracle(family: str, budget: int) -> None:
     """Sequences of many lengths and depths in one round; long ones are filled in chunks."""
     model, tokens = mtp_oracle(family).model, prompt_of(50, 4)
     states = mtp_oracle(family).trunk_states(tokens)

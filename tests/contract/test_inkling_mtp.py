@@ -35,7 +35,7 @@ class InklingModules(MTPOracle):
         return super()._build_module(module)
 
 
-def test_drafts_with_full_attention_and_a_norm_after_the_block() -> None:
+def test_drafts_with_full_attention_and_a_final_norm_match_the_oracle() -> None:
     oracle = InklingModules(1, [], norm=True)
     tokens = prompt_of(40, 3)
     states = oracle.trunk_states(tokens)
@@ -65,7 +65,7 @@ def chained_logits(oracle: MTPOracle, states: Tensor, tokens: list[int], length:
 
 
 @pytest.mark.parametrize(("local", "norm"), [([0, 2], True), ([], False)])
-def test_draft_logits_of_a_chain(local: list[int], norm: bool) -> None:
+def test_draft_logits_of_a_chain_match_the_oracle(local: list[int], norm: bool) -> None:
     oracle = InklingModules(3, local, norm=norm)
     tokens = prompt_of(40, 3)
     states = oracle.trunk_states(tokens)
@@ -83,7 +83,7 @@ def test_draft_logits_of_a_chain(local: list[int], norm: bool) -> None:
 
 
 @pytest.mark.parametrize("budget", [7, 512])
-def test_draft_logits_of_a_chain_over_a_ragged_batch(budget: int) -> None:
+def test_draft_logits_of_a_chain_over_a_ragged_batch_match_the_oracle(budget: int) -> None:
     """Sequences of many lengths and depths in one round; long ones are filled in chunks."""
     oracle = InklingModules(3, [1], norm=True)
     tokens = prompt_of(50, 4)

@@ -112,7 +112,7 @@ def test_broken_head_leaves_the_trunk_served(family: str, tmp_path: Path, caplog
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_head_with_missing_tensors_is_refused_alike(family: str, tmp_path: Path) -> None:
+def test_missing_head_tensors_are_refused_with_the_same_message(family: str, tmp_path: Path) -> None:
     """Each third of a module's tensors in turn; every missing tensor is named."""
     config, arrays = family_of(family).tiny()
     names = head_tensors(config, arrays)
@@ -127,7 +127,7 @@ def test_head_with_missing_tensors_is_refused_alike(family: str, tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_head_with_wrong_shapes_is_refused_alike(family: str, tmp_path: Path) -> None:
+def test_wrong_head_shapes_are_refused_with_the_same_message(family: str, tmp_path: Path) -> None:
     """Each third of a module's tensors in turn."""
     config, arrays = family_of(family).tiny()
     names = head_tensors(config, arrays)
@@ -141,7 +141,7 @@ def test_head_with_wrong_shapes_is_refused_alike(family: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_stripped_undeclared_or_moved_head(family: str, tmp_path: Path) -> None:
+def test_verdicts_of_stripped_undeclared_and_moved_heads(family: str, tmp_path: Path) -> None:
     config, arrays = family_of(family).tiny()
     layers = config["num_hidden_layers"]
     trunk = {name: array for name, array in arrays.items() if part_of(name, layers) != MTP}
@@ -176,12 +176,12 @@ def test_unknown_tensor_of_a_head_is_named(tmp_path: Path, caplog: pytest.LogCap
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_unknown_config_key_is_refused_alike(family: str, tmp_path: Path) -> None:
+def test_unknown_config_key_is_refused_with_the_same_message(family: str, tmp_path: Path) -> None:
     config, arrays = family_of(family).tiny()
     assert_same_refusal(write_model(tmp_path, {**config, "surprise": 7}, arrays), "surprise is 7")
 
 
-def test_trunk_with_wrong_tensors_is_refused_alike(tmp_path: Path) -> None:
+def test_wrong_trunk_tensors_are_refused_with_the_same_message(tmp_path: Path) -> None:
     config, arrays = family_of("llama").tiny()
     name = "model.layers.1.self_attn.o_proj.weight"
     assert_same_refusal(write_model(tmp_path / "shape", config, {**arrays, name: arrays[name][:-1]}), "has shape")
@@ -197,7 +197,7 @@ def test_trunk_without_a_head_runs(family: str, tmp_path: Path) -> None:
     assert_same_decision(write_model(tmp_path, *family_of(family).tiny()), "none")
 
 
-def test_missing_or_broken_tokenizer_is_refused_alike(tmp_path: Path) -> None:
+def test_broken_tokenizer_is_refused_with_the_same_message(tmp_path: Path) -> None:
     path = write_model(tmp_path, *family_of("llama").tiny())
     (path / "tokenizer.json").write_text("{")
     assert_same_refusal(path, "cannot read", "tokenizer.json")
@@ -206,7 +206,7 @@ def test_missing_or_broken_tokenizer_is_refused_alike(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [name for key, each in DESCRIBED.items() for name in (key, *each.aliases)])
-def test_unsupported_family_is_refused_alike(name: str, tmp_path: Path) -> None:
+def test_unsupported_family_is_refused_with_the_same_message(name: str, tmp_path: Path) -> None:
     config, arrays = family_of("llama").tiny(model_type=name)
     config_only = tmp_path / "config only"
     config_only.mkdir()
@@ -270,7 +270,7 @@ def modules_of(path: Path) -> list[list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [*PLAIN, *MODULES])
-def test_gguf_head_with_missing_tensors_or_wrong_shapes(family: str, tmp_path: Path) -> None:
+def test_verdicts_of_gguf_heads_with_missing_tensors_or_wrong_shapes(family: str, tmp_path: Path) -> None:
     """Each tensor of the first module, and the last one of the other modules, which are alike."""
     whole = gguf_writer(family)(tmp_path / "m.gguf")
     first, *others = modules_of(whole)
@@ -286,7 +286,7 @@ def test_gguf_head_with_missing_tensors_or_wrong_shapes(family: str, tmp_path: P
 
 
 @pytest.mark.parametrize("family", [*PLAIN, *MODULES])
-def test_whole_undeclared_or_stripped_gguf_head(family: str, tmp_path: Path) -> None:
+def test_verdicts_of_whole_undeclared_and_stripped_gguf_heads(family: str, tmp_path: Path) -> None:
     """The trunk runs if the metadata do not declare the head; the hint names the key and the file."""
     whole = gguf_writer(family)(tmp_path / "whole.gguf")
     assert_same_decision(whole, "alive")

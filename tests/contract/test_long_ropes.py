@@ -53,4 +53,9 @@ def test_frequencies_follow_the_context() -> None:
     assert ratio == pytest.approx([2.0, 3.0 / 1.3, 4.0 / 1.6, 2.5]) and short == rope_spec(config | {CONTEXT: 64}, 8)
     dynamic = {"rope_theta": 1e4, **LONG["dynamic"]}
     assert rope_spec(dynamic, 8) == rope_spec(dynamic | {CONTEXT: 64}, 8) != rope_spec(dynamic | {CONTEXT: 65}, 8)
-    assert [max_rope_length(dynamic | {CONTEXT: asked}, 64) for asked in (None, 32, 100, 1000)] == [64, 64, 100, 256]
+    assert [max_rope_length(dynamic | {CONTEXT: context}, 64) for context in (None, 32, 100, 1000)] == [
+        64,
+        64,
+        100,
+        256,
+    ]

@@ -88,7 +88,7 @@ def test_chat_answers_match_safetensors(kind: str) -> None:
     np.testing.assert_allclose(*logprobs, atol=2e-3)
 
 
-def test_older_files_with_swapped_up_and_down(tmp_path: Path) -> None:
+def test_older_files_with_swapped_up_and_down_are_read(tmp_path: Path) -> None:
     other = {"up": "down", "down": "up"}
     path = write_both(
         published("gemma3")[1], tmp_path,

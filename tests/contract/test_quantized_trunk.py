@@ -66,7 +66,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[str, tuple[int, int]], tuple[
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
-def test_quantized_trunk_with_a_plain_head(form: str, tmp_path: Path) -> None:
+def test_quantized_trunk_with_a_plain_head_equals_plain_values(form: str, tmp_path: Path) -> None:
     """Logits equal those of the plain values, and drafts keep the text."""
     settings, encode = FORMATS[form]
     config, arrays = family_of("mimo").tiny(hidden_size=64, intermediate_size=128)

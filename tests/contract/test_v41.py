@@ -78,7 +78,7 @@ def test_normalized_token_numbers_match_the_reading() -> None:
         model_at(write_tiny_checkpoint(FAMILY, engram_compressed_vocab_size=87))
 
 
-def test_hash_sizes_and_factors_of_published_tables() -> None:
+def test_hash_sizes_and_factors_match_published_tables() -> None:
     sizes = primes_from(16_000_000, 48)
     assert [sum(sizes[:24]), sum(sizes[24:])] == [384006168, 384016682]  # engram_num_embeddings
     bound = (2**63 - 1) // 99092 // 2

@@ -318,7 +318,7 @@ def test_broken_drafter_leaves_the_trunk_served(case: str, tmp_path: Path, caplo
     assert not caplog.text
 
 
-def test_optional_drafter_keys(tmp_path: Path) -> None:
+def test_optional_drafter_keys_are_read(tmp_path: Path) -> None:
     """No confidence head, the experts of V4.1's drafter, and two stages."""
     keys = {"enable_confidence_head": False, "dspark_n_routed_experts": 4, "dspark_num_experts_per_tok": 2}
     model = loaded(n_mtp_layers=2, **keys)

@@ -176,7 +176,7 @@ def assistant_with_config(tmp_path: Path, groups: int = 12, **changes: Any) -> P
     ({"enable_moe_block": True}, "enable_moe_block is True, which is not known of an assistant"),
     ({"intermediate_size": 30}, "has shape"),
 ])  # fmt: skip
-def test_unfit_assistants_are_refused_by_name(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+def test_mismatched_assistants_are_refused_by_name(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=said):
         attach_head(trunk(), assistant_with_config(tmp_path, **changes))
 

@@ -96,7 +96,7 @@ def test_draft_models_of_other_families_keep_the_text(family: str, drafter: str)
 
 
 @pytest.mark.slow
-def test_draft_model_with_rule_rejection() -> None:
+def test_draft_model_drafts_with_rule_rejection() -> None:
     engine = make(support.headed_model("llama", "draft_model"), drafter="draft_model", depth=3, rule="rejection")
     run(engine, varied_requests(1.0))
     assert engine.stats.drafted > 50
@@ -191,7 +191,7 @@ def test_vocabularies_are_matched() -> None:
 
 
 @pytest.mark.parametrize("size", [VOCAB - 3, VOCAB + 29])
-def test_draft_model_with_other_vocabulary_size(size: int) -> None:
+def test_draft_model_with_other_vocabulary_size_keeps_the_text(size: int) -> None:
     trunk, draft = model_folder("llama"), model_folder("qwen3", vocab_size=size)
     model = loaded("native", trunk, draft)
     plain = run(engine_of(model, "native", drafter="none"), varied_requests(0.8))
@@ -199,7 +199,7 @@ def test_draft_model_with_other_vocabulary_size(size: int) -> None:
     assert tokens_of(run(engine, varied_requests(0.8))) == tokens_of(plain) and engine.stats.drafted > 100
 
 
-def test_draft_model_with_exchanged_token_ids(tmp_path: Path) -> None:
+def test_draft_model_with_exchanged_token_ids_is_accepted(tmp_path: Path) -> None:
     """The trunk itself with two tokens exchanged: all its drafts are accepted."""
     config, arrays = family_of("llama").tiny()
     trunk, order = write_model(tmp_path / "trunk", config, arrays), np.arange(VOCAB)

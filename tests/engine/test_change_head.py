@@ -56,7 +56,7 @@ def test_new_head_reaches_its_own_acceptance() -> None:
     assert changed.stats.accepted >= 0.95 * alone.stats.accepted
 
 
-def test_unfit_head_is_refused_without_effect() -> None:
+def test_mismatched_head_is_refused_without_effect() -> None:
     model = support.headed_model("llama")
     engine, request = support.make(model, **CONFIG), support.request([3, 4, 5], max_tokens=20, stops=())
     for head, error in ((support.make_eagle3(model), ModelError), (None, HeadstartError)):

@@ -18,18 +18,18 @@ TEXTS = ["def read(self):\n    return self.value\n" * 4, "import os\n", "def rea
 
 def embed(llm: LLM, texts: list[str], *, beside: int = 0) -> dict[int, np.ndarray]:
     """Embeddings by index in `texts`; `beside` other requests generate in the same batch."""
-    asked, found = {}, {}
+    numbers, found = {}, {}
     for number, text in enumerate(texts):
         request = llm.request(text, SamplingParams(max_tokens=1, temperature=0.0), raw=True, depth=0)
         llm.engine.submit(replace(request, embeds=True))
-        asked[request.request_id] = number
+        numbers[request.request_id] = number
     for number in range(beside):
         llm.engine.submit(llm.request(f"class A{number}:", SamplingParams(max_tokens=12, seed=number), raw=True))
 
     def deliver(deltas: list[Delta]) -> None:
         for delta in deltas:
             if delta.embedding is not None:
-                found[asked[delta.request_id]] = delta.embedding
+                found[numbers[delta.request_id]] = delta.embedding
 
     while llm.engine.has_work:
         llm.engine.step(deliver)
@@ -37,16 +37,16 @@ def embed(llm: LLM, texts: list[str], *, beside: int = 0) -> dict[int, np.ndarra
 
 
 @pytest.fixture(scope="module")
-def alone() -> list[np.ndarray]:
+def separate() -> list[np.ndarray]:
     llm = LLM(NAME, EngineConfig(max_model_len=256, threads=1))
     return [embed(llm, [text])[0] for text in TEXTS]
 
 
 @pytest.mark.slow
-def test_embedding_matches_the_mean_of_transformers(alone: list[np.ndarray]) -> None:
+def test_embedding_matches_the_mean_of_transformers(separate: list[np.ndarray]) -> None:
     llm = LLM(NAME, EngineConfig(max_model_len=256, backend="reference", dtype="float32"))
     model = AutoModel.from_pretrained(hub.resolve(NAME), dtype=torch.float32)
-    for text, native, reference in zip(TEXTS, alone, embed(llm, TEXTS).values(), strict=True):
+    for text, native, reference in zip(TEXTS, separate, embed(llm, TEXTS).values(), strict=True):
         ids = torch.tensor([llm.encode(text, raw=True)])
         with torch.inference_mode():
             expected = model(ids).last_hidden_state[0].double().mean(0).numpy()
@@ -54,8 +54,8 @@ def test_embedding_matches_the_mean_of_transformers(alone: list[np.ndarray]) -> 
         assert native @ expected > 0.999 * np.linalg.norm(native) * np.linalg.norm(expected)
 
 
-def test_bits_are_independent_of_batch_chunks_and_prefix_cache(alone: list[np.ndarray]) -> None:
+def test_bits_are_independent_of_batch_chunks_and_prefix_cache(separate: list[np.ndarray]) -> None:
     llm = LLM(NAME, EngineConfig(max_model_len=256, threads=1, max_num_batched_tokens=24, max_num_seqs=4))
     for _ in range(2):  # in the second turn the prefixes are cached
         found = embed(llm, TEXTS, beside=3)
-        assert all(np.array_equal(found[number], vector) for number, vector in enumerate(alone))
+        assert all(np.array_equal(found[number], vector) for number, vector in enumerate(separate))

@@ -198,7 +198,7 @@ def fresh_prefill(engine: Engine, tokens: list[int], num_computed: int, num_draf
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"kv_blocks": 16, "max_num_batched_tokens": 23}])
-def test_state_equals_that_of_a_fresh_prefill(settings: dict[str, Any]) -> None:
+def test_state_equals_a_fresh_prefill(settings: dict[str, Any]) -> None:
     """Keys, values, hidden states and head rows hold no trace of rejected drafts, chunks, preemption or cache hits."""
     engine = make(headed_model(FAMILY), drafter="mtp", depth=4, **settings)
     requests, rng, checked = varied_requests(0.7), np.random.default_rng(0), 0
@@ -276,18 +276,18 @@ def test_reported_counts_survive_preemption() -> None:
 def test_engine_resumes_a_text_of_another_engine(family: str) -> None:
     """Penalties, min_tokens, logprobs, ends and counts equal those of one engine, for any cut."""
     model = headed_model(family)
-    asked = request(
+    submitted_request = request(
         prompt_of(20, 1), n=2, temperature=0.9, repetition_penalty=1.4, presence_penalty=0.5, min_tokens=20, logprobs=1,
         prompt_logprobs=1, max_tokens=30,
     )  # fmt: skip
     one, whole, deltas = make(model, drafter="mtp", depth=2), {}, list[Delta]()
-    one.submit(asked)
+    one.submit(submitted_request)
     while one.has_work:
         deltas += step(one, whole)
     for cut in (1, 2, len(deltas) // 2, len(deltas) - 1, len(deltas)):
         other, found = make(model, drafter="none", max_num_batched_tokens=16), {}
         support.collect(found, deltas[:cut])
-        sequences = other.submit(asked, deltas[:cut])
+        sequences = other.submit(submitted_request, deltas[:cut])
         while other.has_work:
             step(other, found)
         assert_same(found, whole)
@@ -401,7 +401,7 @@ def test_abort_frees_blocks_of_waiting_and_running_sequences() -> None:
     assert run(engine, [request([5], name="0", max_tokens=2, stops=())])["0", 0].finish_reason == "length"
 
 
-def test_abort_from_inside_deliver() -> None:
+def test_abort_is_allowed_inside_deliver() -> None:
     engine = make(headed_model(FAMILY), drafter="mtp", depth=3)
     seen: list[str] = []
 

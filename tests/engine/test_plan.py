@@ -25,7 +25,7 @@ PARTS = tuple(rows_of(name, *shape) for name, shape in enumerate(SHAPES, 1))
 
 @pytest.mark.parametrize("first_position", [0, 1])
 @pytest.mark.parametrize("parts", [PARTS, PARTS[:1], PARTS[::-1]], ids=["four", "one", "reversed"])
-def test_slots_and_positions_of_every_row(parts: tuple[Rows, ...], first_position: int) -> None:
+def test_plan_has_slots_and_positions_of_every_row(parts: tuple[Rows, ...], first_position: int) -> None:
     plan = build_plan(parts, SIZE, first_position=first_position, hidden_offset=first_position or None)
     row, logit_rows = 0, []
     for i, part in enumerate(parts):

@@ -90,7 +90,7 @@ def plain_crowding_texts() -> Outputs:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("budget", [1, 2, 7])
-def test_small_budgets_with_preemption_and_prefix_hits(budget: int) -> None:
+def test_small_budgets_with_preemption_and_prefix_hits_keep_the_text(budget: int) -> None:
     engine = make(headed_model(FAMILY), drafter="mtp", depth=3, kv_blocks=16, max_num_batched_tokens=budget)
     assert_same(run(engine, crowding_requests()), plain_crowding_texts())
     assert (engine.scheduler.num_preemptions > 0) == (budget > 2), "two of these fit into the blocks"

@@ -112,7 +112,7 @@ def test_stray_head_file_is_ignored(tmp_path: Path) -> None:
     assert tensors.keys() == arrays.keys() and {each.file.name for each in tensors.values()} == {"model.safetensors"}
 
 
-def test_an_adapter_with_a_copy_of_the_config_is_no_model(tmp_path: Path) -> None:
+def test_adapter_with_a_copied_config_is_not_a_model(tmp_path: Path) -> None:
     folder = llama(tmp_path / "m")
     (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text("{}")
@@ -121,17 +121,17 @@ def test_an_adapter_with_a_copy_of_the_config_is_no_model(tmp_path: Path) -> Non
         open_checkpoint(folder)
 
 
-def test_an_adapter_beside_whole_weights_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_adapter_beside_whole_weights_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = llama(tmp_path / "m")
     before = open_checkpoint(folder).tensors.keys()
     adapter = random_adapter(folder, 1)
     for file in adapter.iterdir():
         file.rename(folder / file.name)
     assert open_checkpoint(folder).tensors.keys() == before and not is_adapter(folder)
-    said = f"a LoRA adapter lies beside the weights of {folder}, and is not used"
-    assert said in str(inspect.run(InspectOptions(model=str(folder))).data["findings"])
+    finding = f"a LoRA adapter lies beside the weights of {folder}, and is not used"
+    assert finding in str(inspect.run(InspectOptions(model=str(folder))).data["findings"])
     model_at(folder)
-    assert said in caplog.text
+    assert finding in caplog.text
     caplog.clear()
     model_at(folder, lora=(f"a={folder}",))
     assert not caplog.records

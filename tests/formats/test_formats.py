@@ -109,7 +109,7 @@ def test_take_rows_is_exact(tmp_path: Path) -> None:
     assert found["nothing"].take_rows(np.zeros(0, np.int64)).shape == (0, 4)
 
 
-def test_sharded_checkpoint(tmp_path: Path) -> None:
+def test_sharded_checkpoint_is_read(tmp_path: Path) -> None:
     write_folder(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     safetensors.save(tmp_path / "one.safetensors", {"a": np.zeros(2, np.float32)})
@@ -223,7 +223,7 @@ def write_gguf(path: Path, **extra: Any) -> Path:
     return gguf_files.written(writer, path)
 
 
-def test_gguf_config_and_names(tmp_path: Path) -> None:
+def test_gguf_config_and_names_are_read(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf"))
     assert checkpoint.canonical_names and checkpoint.format == "gguf"
     expected = {
@@ -241,7 +241,7 @@ def test_gguf_config_and_names(tmp_path: Path) -> None:
     assert checkpoint.chat_template() is None
 
 
-def test_gguf_sampling_recommendations(tmp_path: Path) -> None:
+def test_gguf_sampling_recommendations_are_read(tmp_path: Path) -> None:
     message = {"temp": 0.6, "top_p": 0.95, "top_k": 20, "penalty_repeat": 1.05, "mirostat": 0}
     assert open_checkpoint(write_gguf(tmp_path / "m.gguf", sampling=message)).generation_config == {
         "temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05, "eos_token_id": [2, 5],
@@ -328,7 +328,7 @@ def test_damaged_gguf_files_raise_model_errors_only(tmp_path: Path, changes: lis
             tensor.float32()
 
 
-def test_split_gguf_files(tmp_path: Path) -> None:
+def test_split_gguf_files_are_read(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m-00001-of-00002.gguf")
     with pytest.raises(ModelError, match=r"m-00002-of-00002\.gguf is missing"):
         open_checkpoint(tmp_path / "m-00001-of-00002.gguf")
@@ -365,7 +365,7 @@ def test_unpermute_rows_inverts_the_converter(columns: int) -> None:
 
 
 @pytest.mark.skipif(cached_trunk() is None, reason="the default model is not in the cache")
-def test_default_model() -> None:
+def test_default_model_is_read() -> None:
     checkpoint = open_checkpoint(cached_trunk())
     assert checkpoint.config["num_hidden_layers"] == 30 and checkpoint.config["eos_token_id"] == 2
     weight = checkpoint.tensors["layers.0.self_attn.q_proj.weight"]
@@ -374,7 +374,7 @@ def test_default_model() -> None:
     np.testing.assert_array_equal(weight.take_rows(rows).float32(), weight.float32()[rows])
 
 
-def test_parts_and_transposes_of_tensors() -> None:
+def test_parts_and_transposes_keep_the_values() -> None:
     """Parts are views, of quantized tensors as well; transposed tensors stay 16-bit or become float32."""
     stack = RNG.normal(size=(3, 4, 64)).astype(np.float32)
     for kind in (gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_0):
@@ -393,7 +393,7 @@ def test_parts_and_transposes_of_tensors() -> None:
         half.part(2)
 
 
-def test_fp8_e5m2_and_e8m0_values() -> None:
+def test_fp8_e5m2_and_e8m0_values_match_their_definition() -> None:
     """E5M2 is the upper half of a float16; E8M0 is a power of two, with 255 for NaN."""
     codes = np.array([0x00, 0x3C, 0xC0, 0x7B, 0x01], np.uint8)
     assert make_tensor("x", (5,), "F8_E5M2", codes).float32().tolist() == [0, 1, -2, 57344, 2.0**-16]

@@ -125,7 +125,9 @@ def test_widened_weights_beyond_the_memory_are_refused(tmp_path: Path, monkeypat
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["reference", "native"])
-def test_nvfp4_experts_with_separate_scales(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvfp4_experts_with_separate_scales_are_read(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Layout of llama.cpp's converter for ModelOpt checkpoints: a scale for each expert, and one for activations."""
     config, arrays = family_of("qwen3_moe").tiny(hidden_size=64, moe_intermediate_size=64, mlp_only_layers=[])
     count, expert_scales = config["num_experts"], dict[str, NDArray[np.float32]]()

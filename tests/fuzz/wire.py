@@ -79,9 +79,9 @@ def headers(rng: random.Random) -> Made:
 
 def expecting(rng: random.Random) -> Made:
     size = str(rng.choice((len(BODY), 10**9)))
-    asked = {"Host": "x", "Content-Type": "application/json", "Expect": "100-continue", "Content-Length": size,
+    fields = {"Host": "x", "Content-Type": "application/json", "Expect": "100-continue", "Content-Length": size,
              "Connection": "close"}  # fmt: skip
-    return [head("POST", "/v1/completions", "1.1", asked), BODY], size == str(len(BODY))
+    return [head("POST", "/v1/completions", "1.1", fields), BODY], size == str(len(BODY))
 
 
 def garbage(rng: random.Random) -> Made:

@@ -213,7 +213,7 @@ def as_speculators(document: dict[str, Any]) -> dict[str, Any]:
     return {**outside, "speculators_model_type": "eagle3", "transformer_layer_config": document}
 
 
-def test_speculators_names_and_default_taps(tmp_path: Path) -> None:
+def test_speculators_names_and_default_taps_are_read(tmp_path: Path) -> None:
     """Tensor prefix layers.0 instead of midlayer, sizes in transformer_layer_config; without tap ids the head taps a
     low, middle and high layer."""
     model = support.tiny_model("llama", num_hidden_layers=8)
@@ -255,7 +255,7 @@ def test_eagle_config_ids_starting_at_one_count_layer_outputs(
     assert read_head(path).spec.tap == tap
 
 
-def test_unfit_heads_are_refused(tmp_path: Path) -> None:
+def test_mismatched_heads_are_refused(tmp_path: Path) -> None:
     model = support.tiny_model("llama")
     with pytest.raises(ModelError, match="taps the layers"):
         attach_head(model, head_folder(model, tmp_path / "a", tap=(0, 1, 9)))

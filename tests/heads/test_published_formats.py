@@ -81,7 +81,7 @@ def test_ambiguous_configs_are_classified_by_tensors(names: list[str], kind: str
     assert classify({**LLAMA, "num_hidden_layers": 1}, names).kind == kind
 
 
-def test_facts_for_launchers() -> None:
+def test_classification_gives_facts_for_launchers() -> None:
     eagle = classify({**ONE_LAYER, "draft_vocab_size": 32000})
     assert eagle.reduced_vocabulary and eagle.max_drafts is None
     assert not classify({**ONE_LAYER, "draft_vocab_size": 128256}).reduced_vocabulary

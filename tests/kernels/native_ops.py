@@ -98,7 +98,7 @@ FORMS = {
 
 
 def random_matrix(form: Form, rows: int, cols: int, rng: np.random.Generator) -> packing.Matrix:
-    """Values of about 1. Grouped forms have random bits, in the padding as well, on which nothing may depend."""
+    """Values of about 1. Grouped forms have random bits, in the padding as well, which must not affect results."""
     out = packing.aligned_empty(packing.matrix_bytes(form.kind, rows, cols, form.group, form.scales, form.offsets))
     if form.kind > 2:
         _fill_grouped(form, rows, cols, rng, out)

@@ -127,7 +127,7 @@ def test_rowwise_ops_keep_non_finite_rows_apart(path: str, seed: int, rows: int,
 
 
 @paths
-def test_silu_of_extreme_values(path: str) -> None:
+def test_silu_of_extreme_values_matches_float64(path: str) -> None:
     x = np.array([[-3e38, -1e38, -1e30, -1e10, -200, -89, -88, -87, -20, -1e-45, 0, 1e-45, 20, 88, 200, 3e38]])
     ones = random_matrix(FORMS["F32"], 1, 16, np.random.default_rng(0))
     ones.data.view(np.float32)[:] = 1
@@ -183,7 +183,7 @@ def shared_blocks(lengths: list[int], first: int, rng: np.random.Generator) -> l
     return [Part(each, first, table) for each, table in zip(ids, tables, strict=False)]
 
 
-def in_two(parts: list[Part], rng: np.random.Generator) -> list[list[Part]]:
+def split_into_two_passes(parts: list[Part], rng: np.random.Generator) -> list[list[Part]]:
     """The parts in two passes: some rows of each, then the rest."""
     early, late = [], []
     for part in parts:
@@ -220,7 +220,7 @@ def test_non_finite_sequences_do_not_affect_others(
     rng = np.random.default_rng(seed)
     spec, tokens, num_former = AttentionSpec(*heads, heads[2] ** -0.5), sum(lengths), NUM_BLOCKS * 16
     clean, dirty = (AttentionHarness(path, kv_dtype, spec, tokens + num_former, seed) for _ in range(2))
-    passes = in_two(shared_blocks(lengths, first, rng), rng)
+    passes = split_into_two_passes(shared_blocks(lengths, first, rng), rng)
     expected = run_all(clean, passes, tokens, first)
     for token in range(tokens, tokens + num_former):
         for kind in KINDS:
@@ -241,7 +241,7 @@ def test_non_finite_sequences_do_not_affect_others(
 @paths
 @given(**attention_world)
 @many
-def test_attention_of_extreme_values(
+def test_attention_of_extreme_values_matches_float64(
     path: str, seed: int, kv_dtype: str, heads: tuple[int, int, int], first: int, lengths: list[int]
 ) -> None:
     """Zeros, denormals, values of any magnitude, and scores so far apart that one key dominates."""
@@ -255,7 +255,7 @@ def test_attention_of_extreme_values(
         harness.write(rng.choice(KINDS), token, slice(begin, begin + heads[2]), rng.choice([0, 1e-45, -1e-39]))
     harness.entries("q")[:] = nat.rounded_rows(harness.entries("q"))  # some paths round queries and attention weights
     tolerance = nat.attention_tolerance(path, kv_dtype, 1e-4)
-    passes = in_two(shared_blocks(lengths, first, rng), rng)
+    passes = split_into_two_passes(shared_blocks(lengths, first, rng), rng)
     found = run_all(harness, passes, tokens, first)
     kept = {kind: nat.reference_weight(table) for kind, table in harness.tables.items()}
     for kind in ("k", "v"):

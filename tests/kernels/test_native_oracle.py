@@ -306,7 +306,7 @@ def attention_plans(blocks: Array, first: int) -> list[Any]:
     return [nat.plan_of(parts, first_position=first) for parts in (early, late)]
 
 
-def test_pass_without_logit_rows() -> None:
+def test_pass_without_logit_rows_gives_no_logits() -> None:
     """Such a pass only fills the cache."""
     w = random_matrix(FORMS["Q8-32-f16"], 33, 64, np.random.default_rng(7))
 

@@ -222,7 +222,7 @@ def test_invalid_shapes_are_refused():
             native_sampling.sample(POOL, PATH, logits, rows, vocab_size=40, token_ids=ids)
 
 
-def test_empty_batch():
+def test_empty_batch_gives_no_samples():
     rows = rows_of()
     assert {field.name for field in fields(rows)} >= set(NAMES)
     got = native_sampling.sample(POOL, PATH, np.zeros((0, 8), np.float32), rows, vocab_size=8)

@@ -85,7 +85,7 @@ def assert_matches_reference(path: str, code_on: Callable[[TableHarness], Code])
 
 @paths
 @pytest.mark.parametrize("kind", COMPRESSED)
-def test_compressed_attention(path: str, kind: str) -> None:
+def test_compressed_attention_matches_reference(path: str, kind: str) -> None:
     spec, index = COMPRESSED[kind]
 
     def code_on(harness: TableHarness) -> Code:
@@ -115,7 +115,7 @@ def test_compressed_attention(path: str, kind: str) -> None:
 
 @paths
 @pytest.mark.parametrize(("window", "extent"), [(0, 7), (0, 70), (11, 11)])
-def test_attention_with_distance_biases(path: str, window: int, extent: int) -> None:
+def test_attention_with_distance_biases_matches_reference(path: str, window: int, extent: int) -> None:
     spec = AttentionSpec(6, 2, 9, 0.3, window=window)
 
     def code_on(harness: TableHarness) -> Code:
@@ -155,7 +155,7 @@ def test_streams_are_summed_and_mixed(path: str, kind: str) -> None:
 
 @paths
 @pytest.mark.parametrize("inverse", [False, True])
-def test_trailing_interleaved_rope(path: str, inverse: bool) -> None:
+def test_trailing_interleaved_rope_matches_reference(path: str, inverse: bool) -> None:
     spec = RopeSpec((1.0, 0.3, 0.02), 6, 1.2, trailing=True, inverse=inverse, shift=5)
 
     def code_on(harness: TableHarness) -> Code:
@@ -167,7 +167,7 @@ def test_trailing_interleaved_rope(path: str, inverse: bool) -> None:
 
 @paths
 @pytest.mark.parametrize(("token_experts", "kind"), [(False, "silu_of_10"), (True, "silu_of_10"), (False, "situ")])
-def test_experts_selected_by_token(path: str, token_experts: bool, kind: Activation) -> None:
+def test_experts_selected_by_token_match_reference(path: str, token_experts: bool, kind: Activation) -> None:
     """Covers softplus-root scores and limited gate factors."""
     spec = RouterSpec(7, 3, "softplus", scale=1.5)
     expert_ids = np.random.default_rng(1).integers(0, 7, (COUNT, 3))
@@ -210,7 +210,7 @@ def test_compressor_rows_are_copied(path: str) -> None:
 
 @paths
 @pytest.mark.parametrize("longest", [2, 4])
-def test_ngram_embeddings(path: str, longest: int) -> None:
+def test_ngram_embeddings_match_reference(path: str, longest: int) -> None:
     sizes = (11, 13, 17, 19, 23, 29)[: 2 * (longest - 1)]
     spec = NGramSpec((3, 70_000_000_000_001, 5, (1 << 62) // 9)[:longest], sizes, end=4)
 

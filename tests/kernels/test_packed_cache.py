@@ -234,7 +234,7 @@ def test_full_disk_is_reported(source: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("in_file", [False, True])
-def test_model_with_weights_in_a_file(
+def test_weights_in_a_file_give_the_same_bits(
     tmp_path: Path, folder: Path, in_file: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Outputs equal those of weights in memory bit for bit, before and after the file is deleted; a truncated file

@@ -89,7 +89,7 @@ def test_padding_is_zero(dtype: str) -> None:
     assert not values[21:].any() and not values[:, 96:].any()
 
 
-def test_layout_of_blocks() -> None:
+def test_blocks_have_the_documented_layout() -> None:
     """The order of csrc/matrix.h: scales, then nibbles of columns 4 j + i and 16 + 4 j + i."""
     tensor = block_tensor("Q4_0", 16, 64)
     panel = packing.pack(tensor, POOL).data
@@ -143,7 +143,7 @@ def test_int4_has_less_error_than_min_max_rounding() -> None:
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
-def test_quantization_of_extreme_values(quantization: packing.Quantization) -> None:
+def test_quantization_of_extreme_values_is_finite(quantization: packing.Quantization) -> None:
     """Constant groups, zeros, partial groups, tiny and huge numbers give finite values, close to the input if
     representable."""
     values = np.zeros((20, 75), np.float32)

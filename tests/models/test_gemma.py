@@ -35,7 +35,7 @@ def logprobs(model: Model) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tiny", (*FAMILIES, "gemma3n"), indirect=True)
-def test_text_part_of_multimodal_checkpoints(tiny: Tiny, tmp_path: Path) -> None:
+def test_text_part_of_multimodal_checkpoints_is_loaded(tiny: Tiny, tmp_path: Path) -> None:
     """Tensor names of older and newer transformers; image and audio towers are skipped."""
     config, arrays = tiny
     outside = {key: config[key] for key in ("architectures", "tie_word_embeddings", "eos_token_id")}
@@ -54,7 +54,7 @@ def test_text_part_of_multimodal_checkpoints(tiny: Tiny, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("tiny", FAMILIES, indirect=True)
-def test_gguf_files_of_llama_cpp(tiny: Tiny, tmp_path: Path) -> None:
+def test_gguf_files_of_llama_cpp_equal_the_checkpoint(tiny: Tiny, tmp_path: Path) -> None:
     """Covers folded norms, tensor names, and values missing in such files."""
     plain = model_at(write_model(tmp_path / "plain", *tiny))
     found = model_at(write_gguf(tmp_path / "model.gguf", *tiny))
@@ -80,7 +80,7 @@ def test_assistant_is_not_a_model() -> None:
         family_named("gemma4_assistant")
 
 
-def test_score_scale_of_27b_in_gguf_files() -> None:
+def test_score_scale_of_gemma_27b_is_read_from_gguf_files() -> None:
     """Only this model does not scale scores by head width; llama.cpp identifies it by its number of layers."""
     sizes = {
         "model_type": "gemma3", "hidden_size": 5376, "num_attention_heads": 32, "head_dim": 128, "vocab_size": 9,

@@ -109,7 +109,7 @@ def test_export_writes_the_small_model(tmp_path: Path, capsys: pytest.CaptureFix
     assert "give --slice" in errors and "headstart export --slice" in errors
 
 
-def test_slice_without_mtp_head(tmp_path: Path) -> None:
+def test_slice_may_omit_the_mtp_head(tmp_path: Path) -> None:
     small, large, _ = write_models(tmp_path)
     config = json.loads((small / "config.json").read_text()) | {"num_nextn_predict_layers": 0}
     (small / "config.json").write_text(json.dumps(config))

@@ -201,7 +201,7 @@ def test_layer_ids_of_speculators_are_offset_by_one(tmp_path: Path) -> None:
     assert read_head(write_published(tmp_path / "b", other, **ids)).spec.tap == (1, 3, 5)
 
 
-def test_alternative_tensor_names_and_default_layer_ids(tmp_path: Path) -> None:
+def test_alternative_tensor_names_and_default_layer_ids_are_read(tmp_path: Path) -> None:
     """Tensor names of vLLM and transformers; configs without layer ids."""
     each, arrays = PUBLISHED["z-lab"], random_arrays(NAMES, seed=3)
     renamed = {
