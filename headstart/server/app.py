@@ -25,7 +25,7 @@ from headstart.server.guards import REQUEST_ID, ApiKeyGuard, NormalizedPaths, Re
 from headstart.server.image_urls import url_policy
 from headstart.server.metrics import ServerMetrics
 from headstart.server.model_manager import ModelManager, ModelSpec, ServedModel, default_names
-from headstart.server.options import KeepAlive, ServerOptions
+from headstart.server.options import KeepAlive, ServerOptions, check_origins
 from headstart.server.pages import Pages, docs_page
 from headstart.server.pipeline import ServerState
 from headstart.server.prefill_client import PrefillClient
@@ -52,6 +52,7 @@ class ServerConfig(ServerOptions):
     replica: ReplicaId | None = None  # this server's identity among the replicas behind one router
 
     def __post_init__(self) -> None:
+        check_origins(self.allowed_origins)
         make_parser(self.tool_call_parser, (), self.reasoning_parser)  # an unknown name fails before a model is loaded
 
 

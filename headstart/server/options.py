@@ -19,6 +19,7 @@ DEFAULT_KEEP_ALIVE_S = 300.0
 UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _PART = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)")  # one part of a time such as 1h30m
 _DOMAIN = re.compile(r"[\w-]+(\.[\w-]+)*")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s,\"]+")
 RARE: dict[str, Any] = {"panel": "Server, more", "is_rare": True}  # options that only --help-all shows
 
 
@@ -68,6 +69,14 @@ class ServerOptions(OptionGroup):
     record_limit: int = option(
         "Maximum megabytes of records; the oldest are removed first.", default=256, min=1, **RARE
     )
+
+
+def check_origins(given: Iterable[str] | None) -> None:
+    """Raises UsageError for a value of --allowed-origins that no browser sends."""
+    for origin in given or ():
+        if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
+            hint = "write https://page.example, without a path or a final /, or *; repeat the option for more"
+            raise UsageError(f"--allowed-origins is {origin!r}, which is no origin", hint)
 
 
 def media_domains(given: Iterable[str] | None) -> tuple[str, ...]:

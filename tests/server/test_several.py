@@ -228,6 +228,8 @@ WRONG = {
     "--replicas 1 --engine vllm": "headstart's own engines",
     "--replicas 1 --role decode": "--role decode needs a prefill server",
     "--replicas 1 --role prefill --kv-spill kv": "--role prefill does not go with --replicas",
+    "./none --allowed-origins https://page.example/": "'https://page.example/', which is no origin",
+    "./none --allowed-origins http://localhost:3000 --allowed-origins [\"*\"]": """is '["*"]', which is no origin""",
     "--join nowhere": "--join is 'nowhere'", "--replica x": "--replica is 'x'",
     "qwen3_5-tiny ./none": "./none does not exist", "./none --tool-call-parser x": "unknown tool format 'x'",
 }  # fmt: skip
