@@ -108,7 +108,7 @@ def test_full_disk_behind_stdout_is_reported(name: str, paths: Paths) -> None:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_commands_without_arguments(name: str, paths: Paths, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Required arguments are named; others have defaults. The default model is tiny here and long work is interrupted."""
+    """Required arguments are named; others have defaults. The default model is tiny; long work is interrupted."""
     monkeypatch.setattr("headstart.hub.DEFAULT_MODEL", paths["MODEL"])
     if name in ("demo", "verify", "tune", "plan", "bench run", "bench step"):  # minutes
         module = f"headstart.tools.{name.replace(' run', '.run').replace(' ', '.')}"
