@@ -42,7 +42,15 @@ from headstart.core import Float32
 from headstart.errors import ModelError, UsageError
 from headstart.formats.sizes import Sizes, Unknown
 from headstart.heads.base import BlockSpec, HeadSpec
-from headstart.heads.kind import HeadKind, Start, Training, plain_parts, published_layer, random_weights
+from headstart.heads.kind import (
+    HeadKind,
+    Start,
+    Training,
+    ascend_below,
+    plain_parts,
+    published_layer,
+    random_weights,
+)
 from headstart.heads.layouts import reading
 from headstart.heads.published import (
     DeclaredShapes,
@@ -231,9 +239,7 @@ def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[BlockModule]:
             markov=_markov(weights, block, hidden) if block.markov_rank else None,
             convs=_convs(weights, block, hidden),
             confidence=_confidence(weights, block, hidden) if block.confidence else None,
-            streams=build_last_sum(weights, "streams", hidden, spec.layer.streams, spec.layer.eps)
-            if spec.layer.streams
-            else None,
+            streams=build_last_sum(weights, hidden, spec.layer.streams, spec.layer.eps) if spec.layer.streams else None,
         )
     ]
 
@@ -338,7 +344,7 @@ def layers_of(spec: HeadSpec) -> list[LayerConfig]:
 def fit(spec: HeadSpec, trunk: DecoderConfig) -> HeadSpec:
     """Returns the spec unchanged. Raises ModelError unless its taps are layers of the trunk in ascending order."""
     tap, layers = tapped_layers(spec.tap), trunk.num_layers
-    if not tap or list(tap) != sorted(set(tap)) or not all(0 <= layer < layers for layer in tap):
+    if not tap or not ascend_below(tap, layers):
         raise ModelError(
             f"the block drafter taps the streams before the layers {list(tap)}, but they must ascend from 0 to "
             f"{layers - 1}",

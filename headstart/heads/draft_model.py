@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from headstart.errors import ModelError
 from headstart.heads.base import BlockSpec, Head
 from headstart.heads.kind import HeadKind
+from headstart.heads.published import first_value
 from headstart.layers.build import DecoderConfig
 from headstart.text.tokenizer import Tokenizer
 
@@ -25,7 +26,7 @@ NUM_DRAFTS = 12  # of a pass: PARD's own default
 def parallel_block(document: Mapping[str, Any], config: DecoderConfig) -> BlockSpec | None:
     """The parallel block of a PARD model's config.json; None for a model that drafts token by token. Raises ModelError
     for a mask that is no token."""
-    mask = next((document[key] for key in MASK_KEYS if document.get(key) is not None), None)
+    mask = first_value(document, MASK_KEYS)
     if mask is None:
         return None
     if type(mask) is not int or not 0 <= mask < config.vocab_size:

@@ -35,6 +35,7 @@ from headstart.heads.kind import (
     HeadKind,
     Start,
     Training,
+    ascend_below,
     build_further,
     plain_block,
     plain_parts,
@@ -51,6 +52,7 @@ from headstart.heads.published import (
     Present,
     block_shapes,
     draft_vocabulary,
+    first_value,
     latent_shapes,
 )
 from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, StepInputs, Weight
@@ -65,6 +67,8 @@ ARCHITECTURE = "LlamaForCausalLMEagle3"
 OURS = "headstart"  # key of config.json under which trunk and training are written; other engines ignore it
 FEWEST_LAYERS = 3
 WHOLE, EACH = "input_norm.weight", "tap_norms.weight"  # EAGLE-3.1: norm of all streams together, norms of each stream
+NORM_KEYS = {WHOLE: "norm_before_fc", EACH: "fc_norm"}
+"""Tensor of EAGLE-3.1 -> key of config.json that declares it."""
 STREAM = re.compile(r"fc_norm\.\d+\.weight")  # published name of the norm of one stream
 COPIES = ("lm_head.weight", "embed_tokens.weight")  # optional tensors that are also in the trunk
 TAPS = "eagle_aux_hidden_state_layer_ids"  # key of config.json: the layers whose inputs are read
@@ -149,7 +153,7 @@ def fit(spec: HeadSpec, trunk: DecoderConfig) -> HeadSpec:
     """The spec with taps; a head that names none has the paper's. Raises ModelError for taps outside the trunk."""
     layers = trunk.num_layers
     tap = tapped_layers(spec.tap) or paper_taps(layers)
-    if not all(0 <= layer < layers for layer in tap) or list(tap) != sorted(set(tap)):
+    if not ascend_below(tap, layers):
         raise ModelError(f"the head taps the layers {tap}, but they must ascend below {layers}")
     return replace(spec, tap=tap)
 
@@ -190,7 +194,7 @@ def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadC
 
 def _block(document: Document, num_layers: int, vocab_size: int, path: Path) -> BlockSpec:
     """BlockSpec of a P-EAGLE head: the last pair's row drafts the first token, mask rows the others."""
-    mask = next((document[key] for key in MASK_KEYS if document.get(key) is not None), None)
+    mask = first_value(document, MASK_KEYS)
     if type(mask) is not int:
         raise ModelError(f"{path / 'config.json'}: mask_token_id is {mask!r}, but must be a token", "is it P-EAGLE?")
     methods = (document.get("speculators_config") or {}).get("proposal_methods") or [{}]
@@ -222,8 +226,9 @@ def _normed(named: Mapping[str, Tensor], document: Document, path: Path) -> dict
     if parts:
         values = np.concatenate([part.float32() for part in parts])
         found[EACH] = make_tensor(EACH, values.shape, "F32", values.view(np.uint8))
-    declared = {WHOLE: eagle.get("norm_before_fc", document.get("norm_before_fc")), EACH: document.get("fc_norm")}
-    for name, key in ((WHOLE, "norm_before_fc"), (EACH, "fc_norm")):
+    declared = {name: document.get(key) for name, key in NORM_KEYS.items()}
+    declared[WHOLE] = eagle.get(NORM_KEYS[WHOLE], declared[WHOLE])
+    for name, key in NORM_KEYS.items():
         if declared[name] and name not in found:
             raise ModelError(f"{path}: config.json says {key}, but its tensors are missing", "download the head again")
     if not declared[WHOLE]:
@@ -257,7 +262,7 @@ def published(head: HeadCheckpoint, arrays: Arrays) -> tuple[dict[str, Any], dic
         named[MASK] = named[MASK].reshape(1, 1, -1)
     ids = head.draft_token_ids
     named |= vocabulary_maps(ids, head.vocab_size)
-    norms = {key: True for key, name in (("norm_before_fc", WHOLE), ("fc_norm", EACH)) if name in arrays}
+    norms = {key: True for name, key in NORM_KEYS.items() if name in arrays}
     masked = {"ptd_token_id": block.mask_token_id} if block else {}
     return _document(head, head.vocab_size if ids is None else len(ids)) | norms | masked, named
 
@@ -360,6 +365,7 @@ HEAD = HeadKind(
     training=Training(
         spec=trained_spec,
         initial=initial,
+        norms_residual=True,
         # each draft step reads the whole layer: the MLP of a trunk with a wide one would slow it
         layer=partial(published_layer, qk_norm=False, biases=True, inner_factor=DEFAULT_INNER),
     ),

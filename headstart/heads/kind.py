@@ -82,6 +82,7 @@ class Training:
     initial: Callable[[Start, HeadSpec], dict[str, Float32]]  # first weights, under canonical names
     depth: int = 3  # default number of draft steps
     stacks: bool = False  # a head may have one module for each draft step
+    norms_residual: bool = False  # HeadSpec.norm_before_residual for trunks whose layers are not plain
     # (`plain_layer`, hidden size) -> the head's block
     layer: Callable[[LayerConfig, int], LayerConfig] = lambda layer, hidden: layer
 
@@ -127,6 +128,11 @@ def checked_draft_ids(values: NDArray[Any], vocab_size: float, what: str) -> NDA
     return ids
 
 
+def ascend_below(layers: Seq[int], count: int) -> bool:
+    """True if these layers ascend within a trunk of `count` layers."""
+    return all(0 <= layer < count for layer in layers) and list(layers) == sorted(set(layers))
+
+
 @contextmanager
 def reading_config(path: Path, hint: str) -> Iterator[None]:
     """Context for reading config.json in directory `path`: missing or ill-typed values raise ModelError."""
@@ -149,7 +155,7 @@ def new_head_spec(name: str, trunk: DecoderConfig, depth: int = 3, modules: int 
         # the stream before the final norm may be a thousand times larger than the output of a block (Gemma); training
         # recovers the input of an RMSNorm from its output, but not that of a LayerNorm
         spec = replace(spec, tap="post_norm" if spec.tap == "pre_norm" else spec.tap)
-        spec = replace(spec, norm_before_residual=name == "eagle3")
+        spec = replace(spec, norm_before_residual=kind.training.norms_residual)
     return replace(spec, num_modules=modules, beyond="last") if modules > 1 else spec
 
 

@@ -127,7 +127,7 @@ def _build_streams(weights: Weights, config: DecoderConfig) -> StreamExpansion |
         return config.streams.build(weights, config.hidden_size, config.eps)
     if config.streams is None:
         return None
-    return build_last_sum(weights, "streams", config.hidden_size, config.streams, config.eps)
+    return build_last_sum(weights, config.hidden_size, config.streams, config.eps)
 
 
 def lm_head_tensor(weights: Weights, config: DecoderConfig) -> str:

@@ -117,9 +117,9 @@ class LayerConfig:
             memory=self.memory.build(weights, f"{prefix}.memory", hidden, self.eps) if self.memory else None,
         )
 
-    def shapes(self, prefix: str, hidden: int, *, in_features: int | None = None) -> Shapes:
+    def shapes(self, prefix: str, hidden: int) -> Shapes:
         """Names and shapes of what `build` takes."""
-        return shapes_of(lambda weights: self.build(weights, prefix, hidden, in_features=in_features))
+        return shapes_of(lambda weights: self.build(weights, prefix, hidden))
 
     def cost(self, hidden: int, source: parts.MixerConfig | None = None) -> LayerCost:
         """Costs of the layer, without tensors that several layers share. `source`: the mixer of its source layer."""

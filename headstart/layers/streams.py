@@ -41,7 +41,7 @@ class StreamExpansion(Protocol):
         """[R, H] -> [R, streams * H]."""
 
     def collapse(self, ops: Ops, streams: Buffer, before: Buffer | None = None) -> tuple[Buffer, Buffer | None]:
-        """[R, streams * H] -> ([R, H], weights for `HyperConnection.distribute`). before: weights of the part before,
+        """[R, streams * H] -> ([R, H], weights for `StreamMixer.distribute`). before: weights of the part before,
         if sums are delayed."""
 
     def tapped(self, ops: Ops, streams: Buffer, layer: Any, *, sums: bool) -> Buffer:
@@ -73,9 +73,21 @@ class UnweightedLastSum(AveragedStreams):
         return ops.sum_streams(streams, before, self.spec), None
 
 
+class StreamMixer(AveragedStreams):
+    """Sums the streams before a part of a layer and mixes them after it."""
+
+    def collapse(self, ops: Ops, streams: Buffer, before: Buffer | None = None) -> tuple[Buffer, Buffer | None]:
+        """[R, streams * H] -> (sum [R, H], weights for `distribute`). before: see StreamExpansion."""
+        raise NotImplementedError
+
+    def distribute(self, ops: Ops, streams: Buffer, x: Buffer, weights: Buffer) -> Buffer:
+        """Streams [R, streams * H] after a part whose output is x [R, H]."""
+        return ops.mix_streams(streams, x, weights, self.spec)
+
+
 @dataclass(frozen=True)
-class HyperConnection(AveragedStreams):
-    """Sums and mixes the streams around one part of a layer."""
+class HyperConnection(StreamMixer):
+    """Weights of sums and mixing from all streams together; formula in the module's docstring."""
 
     spec: StreamSpec
     norm: RMSNorm
@@ -84,7 +96,6 @@ class HyperConnection(AveragedStreams):
     scale: Weight
 
     def collapse(self, ops: Ops, streams: Buffer, before: Buffer | None = None) -> tuple[Buffer, Buffer]:
-        """[R, streams * H] -> (weighted sum [R, H], weights for `distribute`). before: see StreamExpansion."""
         mixes = self.mixes(ops, self.norm(ops, streams))
         weights = ops.stream_weights(mixes, self.base, self.scale, self.spec)
         if self.spec.delayed:
@@ -93,14 +104,10 @@ class HyperConnection(AveragedStreams):
             return first, weights
         return ops.sum_streams(streams, weights, self.spec), weights
 
-    def distribute(self, ops: Ops, streams: Buffer, x: Buffer, weights: Buffer) -> Buffer:
-        """Streams [R, streams * H] after a part whose output is x [R, H]."""
-        return ops.mix_streams(streams, x, weights, self.spec)
-
 
 @dataclass(frozen=True)
-class GatedStreams(AveragedStreams):
-    """Sums the streams, weighed by low-rank gates, around a part of a layer; formula in the module's docstring."""
+class GatedStreams(StreamMixer):
+    """A mean of the streams, weighed by low-rank gates; formula in the module's docstring."""
 
     spec: StreamSpec
     norm: GroupedRMSNorm
@@ -111,20 +118,12 @@ class GatedStreams(AveragedStreams):
     scale: Weight
 
     def collapse(self, ops: Ops, streams: Buffer, before: Buffer | None = None) -> tuple[Buffer, Buffer | None]:
-        """[R, streams * H] -> (sum [R, H], weights for `distribute`; None: of the last sum)."""
         normed = self.norm(ops, streams)
         inner = ops.activate(ops.scale(self.down(ops, normed), 1 / self.spec.count), "silu")
         x = ops.sum_streams(ops.sigmoid_mul(self.up(ops, inner), normed), None, self.spec)
         if self.inject is None:
             return x, None
         return x, ops.stream_weights(self.inject(ops, normed), self.base, self.scale, self.spec)
-
-    def distribute(self, ops: Ops, streams: Buffer, x: Buffer, weights: Buffer) -> Buffer:
-        """Streams [R, streams * H] after a part whose output is x [R, H]."""
-        return ops.mix_streams(streams, x, weights, self.spec)
-
-
-StreamMixer = HyperConnection | GatedStreams
 
 
 def build_hyper_connection(
@@ -159,11 +158,11 @@ def _build_gated(weights: Weights, prefix: str, wide: int, spec: StreamSpec, eps
     )  # fmt: skip
 
 
-def build_last_sum(weights: Weights, prefix: str, hidden: int, spec: StreamSpec, eps: float) -> StreamExpansion:
-    """The sum of the streams after the last layer."""
+def build_last_sum(weights: Weights, hidden: int, spec: StreamSpec, eps: float) -> StreamExpansion:
+    """The sum of the streams after the last layer, from the tensors under `streams`."""
     if not spec.weighted_end:
         return UnweightedLastSum(spec)
-    return build_hyper_connection(weights, prefix, hidden, spec, eps, last=True)
+    return build_hyper_connection(weights, "streams", hidden, spec, eps, last=True)
 
 
 def repeat_streams(ops: Ops, x: Buffer, count: int) -> Buffer:
