@@ -27,18 +27,19 @@ def block_key(parent: bytes, tokens: Seq[int]) -> bytes:
     return hashlib.blake2b(parent + content, digest_size=16).digest()
 
 
-def with_images(parent: bytes, images: Seq[PlacedImage], start: int, end: int) -> bytes:
-    """The parent key of the block at positions start .. end - 1, with the digests of images that begin there."""
-    inside = [each for each in images if start <= each.first < end]
-    return parent + b"".join(each.first.to_bytes(8, "little") + each.image.digest for each in inside)
+def next_key(parent: bytes, tokens: Seq[int], images: Seq[PlacedImage], start: int, size: int) -> bytes:
+    """Key of the block at positions start .. start + size - 1 of a text, with the digests of images that begin there.
+    parent: key of the block before it."""
+    inside = [each for each in images if start <= each.first < start + size]
+    digests = b"".join(each.first.to_bytes(8, "little") + each.image.digest for each in inside)
+    return block_key(parent + digests, tokens[start : start + size])
 
 
 def prefix_keys(tokens: Seq[int], scope: str, size: int, images: Seq[PlacedImage] = ()) -> Iterator[bytes]:
     """Keys of all full blocks of a prompt, in order."""
     parent = root_key(scope)
     for start in range(0, len(tokens) - size + 1, size):
-        parent = with_images(parent, images, start, start + size)
-        parent = block_key(parent, tokens[start : start + size])
+        parent = next_key(parent, tokens, images, start, size)
         yield parent
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from headstart.cache.blocks import Block, BlockPool, block_key, prefix_keys, root_key, with_images
+from headstart.cache.blocks import Block, BlockPool, next_key, prefix_keys, root_key
 from headstart.cache.recurrent import StateCacheManager
 from headstart.core import Sequence, int_array
 
@@ -139,13 +139,12 @@ class KVCacheManager:
         """Publishes the blocks that computed, committed tokens have filled."""
         if not self.prefix_caching:
             return
-        keys = self._keys.setdefault(sequence, [])
+        keys, request = self._keys.setdefault(sequence, []), sequence.request
         known = len(keys)
         while (len(keys) + 1) * self.block_size <= sequence.num_computed:
+            parent = keys[-1] if keys else root_key(request.cache_scope)
             start = len(keys) * self.block_size
-            parent = keys[-1] if keys else root_key(sequence.request.cache_scope)
-            parent = with_images(parent, sequence.request.images, start, start + self.block_size)
-            key = block_key(parent, sequence.tokens[start : start + self.block_size])
+            key = next_key(parent, sequence.tokens, request.images, start, self.block_size)
             self.pool.publish(self._block(sequence, len(keys)), key)
             keys.append(key)
         snapshots = self.states.publish(sequence, keys) if self.states else []

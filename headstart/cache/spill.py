@@ -189,7 +189,7 @@ class KVSpill:
 
     def _extent(self, keys: Seq[bytes], known: int) -> int:
         """Number of leading keys in the pool (`known`) or the store, by a doubling search."""
-        name, low, step = self._parts[TRUNK].name, known, 1
+        name, low, step = self.trunk_name, known, 1
         while low < len(keys) and self.store.has(name, keys[min(low + step, len(keys)) - 1]):
             low = min(low + step, len(keys))
             step *= 2
