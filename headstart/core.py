@@ -451,6 +451,11 @@ class StepPlan:
         return len(self.token_ids)
 
     @property
+    def sequences(self) -> Int32:
+        """[R] index of each row's sequence."""
+        return np.repeat(np.arange(len(self.row_starts) - 1, dtype=np.int32), np.diff(self.row_starts))
+
+    @property
     def block_starts(self) -> Int32:
         """[R] position of the first row of each row's sequence."""
         return np.repeat(self.positions[self.row_starts[:-1]], np.diff(self.row_starts))

@@ -95,15 +95,13 @@ class CudaBackend(TorchBackend):
     ) -> Sampled:  # fmt: skip
         if keep_probs:
             return super().sample(logits, rows, vocab_size=vocab_size, token_ids=token_ids, keep_probs=True)
-        return self._start_sample(logits, rows, vocab_size, token_ids).wait()
+        return self.start_sample(logits, rows, vocab_size=vocab_size, token_ids=token_ids).wait()
 
     @torch.inference_mode()
-    def start_sample(self, logits: Tensor, rows: SamplingRows, *, vocab_size: int) -> CudaPendingSample:
-        return self._start_sample(logits, rows, vocab_size, None)
-
-    def _start_sample(
-        self, logits: Tensor, rows: SamplingRows, vocab_size: int, token_ids: Tensor | None
+    def start_sample(
+        self, logits: Tensor, rows: SamplingRows, *, vocab_size: int, token_ids: Tensor | None = None
     ) -> CudaPendingSample:
+        """See AsyncSampler.start_sample. token_ids: as in Backend.sample."""
         if token_ids is None:
             logits = logits[:, :vocab_size]
         tokens = self.recorder.sample(self.sampler, logits, rows) if token_ids is None else None

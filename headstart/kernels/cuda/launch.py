@@ -44,8 +44,7 @@ class KSplits:
         step = step_of(matrix)
         wanted = min(WANTED_PROGRAMS // max(-(-matrix.rows // 64), 1), matrix.columns // MIN_PART)
         unit = max(step, matrix.group if matrix.group < matrix.columns else step)
-        length = -(-matrix.columns // max(wanted, 1) // unit) * unit if wanted > 1 else matrix.columns
-        length = -(-length // unit) * unit
+        length = -(-matrix.columns // max(wanted, 1) // unit) * unit
         return cls(step, length, -(-matrix.columns // length))
 
 

@@ -70,13 +70,13 @@ def _bit_planes(raw: Bytes, count: int) -> Bytes:
     return np.asarray(np.concatenate([(raw >> i) & 1 for i in range(count)], axis=-1), np.uint8)
 
 
-def q4_0(raw: Bytes, columns: int) -> Unpacked:
+def q4_0(raw: Bytes) -> Unpacked:
     blocks = _blocks(raw, 18)
     codes = _pack_nibbles(_nibbles(blocks[..., 2:]))
     return Unpacked(codes, 32, _flat(_half(blocks[..., :2])), zero=8, packed=True)
 
 
-def q4_1(raw: Bytes, columns: int) -> Unpacked:
+def q4_1(raw: Bytes) -> Unpacked:
     blocks = _blocks(raw, 20)
     codes = _pack_nibbles(_nibbles(blocks[..., 4:]))
     return Unpacked(codes, 32, _flat(_half(blocks[..., :2])), _flat(_half(blocks[..., 2:4])), packed=True)
@@ -87,19 +87,19 @@ def _fifth_bits(bits: Bytes) -> Bytes:
     return np.asarray(np.unpackbits(np.ascontiguousarray(bits), axis=-1, bitorder="little") << 4, np.uint8)
 
 
-def q5_0(raw: Bytes, columns: int) -> Unpacked:
+def q5_0(raw: Bytes) -> Unpacked:
     blocks = _blocks(raw, 22)
     codes = (_nibbles(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])).astype(np.int8) - np.int8(16)
     return Unpacked(_flat(codes), 32, _flat(_half(blocks[..., :2])))
 
 
-def q5_1(raw: Bytes, columns: int) -> Unpacked:
+def q5_1(raw: Bytes) -> Unpacked:
     blocks = _blocks(raw, 24)
     codes = _nibbles(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])
     return Unpacked(_flat(codes), 32, _flat(_half(blocks[..., :2])), _flat(_half(blocks[..., 2:4])))
 
 
-def q8_0(raw: Bytes, columns: int) -> Unpacked:
+def q8_0(raw: Bytes) -> Unpacked:
     blocks = _blocks(raw, 34)
     return Unpacked(_flat(blocks[..., 2:].view(np.int8)), 32, _flat(_half(blocks[..., :2])))
 
@@ -118,20 +118,19 @@ def _block_scales(blocks: Bytes) -> tuple[NDArray[Any], NDArray[Any]]:
     return _flat(_half(blocks[..., :2]) * scales), _flat(-_half(blocks[..., 2:4]) * lows)
 
 
-def q4_k(raw: Bytes, columns: int) -> Unpacked:
+def q4_k(raw: Bytes) -> Unpacked:
     blocks = _blocks(raw, 144)
     codes = _nibbles(blocks[..., 16:].reshape(*blocks.shape[:2], 4, 32))
     return Unpacked(_pack_nibbles(_flat(codes)), 32, *_block_scales(blocks), packed=True)
 
 
-def q5_k(raw: Bytes, columns: int) -> Unpacked:
+def q5_k(raw: Bytes) -> Unpacked:
     blocks = _blocks(raw, 176)
     low = _nibbles(blocks[..., 48:].reshape(*blocks.shape[:2], 4, 32)).reshape(*blocks.shape[:2], -1)
     return Unpacked(_flat(low | _bit_planes(blocks[..., 16:48], 8) << 4), 32, *_block_scales(blocks))
 
 
-def q6_k(raw: Bytes, columns: int) -> Unpacked:
-    """GGUF's Q6_K blocks as int8 codes and one scale for 16 columns, when a weight goes to the GPU."""
+def q6_k(raw: Bytes) -> Unpacked:
     blocks = _blocks(raw, 210)
     shape = (*blocks.shape[:2], 2, -1)  # two halves of 128 weights each
     low, high = blocks[..., :128].reshape(shape), blocks[..., 128:192].reshape(shape)
@@ -141,7 +140,7 @@ def q6_k(raw: Bytes, columns: int) -> Unpacked:
     return Unpacked(_flat(codes), 16, _flat(scales))
 
 
-BLOCKS: Mapping[str, Callable[[Bytes, int], Unpacked]] = {
+BLOCKS: Mapping[str, Callable[[Bytes], Unpacked]] = {
     "Q4_0": q4_0, "Q4_1": q4_1, "Q5_0": q5_0, "Q5_1": q5_1, "Q8_0": q8_0, "Q4_K": q4_k, "Q5_K": q5_k, "Q6_K": q6_k,
 }  # fmt: skip
 """GGUF types that keep about their own size; other types become floats."""
@@ -209,7 +208,7 @@ def _bits_per_weight(tensor: RawTensor) -> float:
 
 def _fits(group: int, columns: int) -> bool:
     """True if kernels can step over groups of this size."""
-    return group % 16 == 0 and (group in (16, 32) or group % 64 == 0 or group % 32 == 0 or group >= columns)
+    return group % 32 == 0 or group == 16 or (group % 16 == 0 and group >= columns)
 
 
 def _parts(tensor: RawTensor) -> Iterator[tuple[int, RawTensor]]:
@@ -233,7 +232,7 @@ def _unpacked(tensor: RawTensor, how: str | Layout, device: CudaDevice, *, round
         for begin, part in _parts(tensor):
             assert isinstance(part, FileTensor)
             raw = _quantize(part, str(how)) if rounded else part.data
-            form = BLOCKS[how](raw, columns) if isinstance(how, str) else unpack_layout(how, raw, columns)
+            form = BLOCKS[how](raw) if isinstance(how, str) else unpack_layout(how, raw, columns)
             for name in ("codes", "scales", "offsets"):
                 if (array := getattr(form, name)) is None:
                     continue

@@ -59,7 +59,7 @@ class PlanShape:
 def plan_arrays(plan: StepPlan, shape: PlanShape) -> dict[str, Int32]:
     """The integer arrays that kernels read, padded to `shape`."""
     rows = shape.rows
-    sequences = np.repeat(np.arange(len(plan.block_tables), dtype=np.int32), np.diff(plan.row_starts))
+    sequences = plan.sequences
     tables = np.zeros((rows, shape.blocks), np.int32)
     tables[: len(plan.block_tables), : plan.block_tables.shape[1]] = plan.block_tables
     arrays = {

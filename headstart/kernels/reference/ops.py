@@ -224,9 +224,7 @@ class ReferenceOps(TorchOps):
         return x[..., start : start + count]
 
     def grouped_conv(self, x: Tensor, delta: Tensor, weight: Tensor, taps: int) -> Tensor:
-        starts = self._plan.row_starts
-        sequences = np.repeat(np.arange(len(starts) - 1, dtype=np.int32), np.diff(starts))
-        return grouped_conv(x, delta, weight, taps, self._ints(sequences))
+        return grouped_conv(x, delta, weight, taps, self._ints(self._plan.sequences))
 
     def head_linear(self, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
         heads: tuple[Tensor, ...] = x.unflatten(-1, (len(weights), -1)).unbind(-2)

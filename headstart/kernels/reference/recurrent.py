@@ -132,7 +132,7 @@ def _keep(rows: Tensor, pool: TorchStatePool, plan: StepPlan) -> None:
     """Keep the rows after each sequence's state for the next pass."""
     steps = plan.states
     assert steps is not None
-    sequences = np.repeat(np.arange(len(steps.own)), np.diff(plan.row_starts))
+    sequences = plan.sequences
     places = plan.positions - steps.keeps[sequences]
     drafted = places >= 0
     if not drafted.any():

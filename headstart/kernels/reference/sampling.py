@@ -27,7 +27,6 @@ class NoiseKeys:
     high: Tensor
     position: Tensor
     choice: Tensor
-    stream: int = philox.TOKEN
 
     @classmethod
     def of(cls, rows: SamplingRows, picked: Int64, device: torch.device) -> "NoiseKeys":
@@ -49,7 +48,7 @@ class NoiseKeys:
         return torch.stack(words, dim=-1).flatten(1)
 
     def _philox(self, groups: Tensor, row: Tensor) -> tuple[Tensor, ...]:
-        parts = (groups, self.position[row], self.choice[row], torch.full_like(row, self.stream))
+        parts = (groups, self.position[row], self.choice[row], torch.full_like(row, philox.TOKEN))
         key = (self.low[row], self.high[row])
         if _on_host(groups):
             counter = tuple(part.numpy() for part in parts)
