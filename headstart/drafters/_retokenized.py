@@ -31,7 +31,7 @@ class RetokenizingDrafter(Drafter):
     def propose(self, requests: Seq[DraftRequest]) -> None:
         found: list[tuple[DraftRequest, int, list[int]]] = []
         for request in requests:
-            depth = min(request.depth, request.gate.max_depth) if request.gate else request.depth
+            depth = request.pass_depth
             if request.should_start and depth > 0 and (own := self._own_tokens(request.sequence.tokens, depth)):
                 found.append((request, depth, own))
         counts = [_own_count(depth) for _, depth, _ in found]

@@ -56,6 +56,11 @@ class DraftRequest:
         """True if a draft that costs a pass is worth starting."""
         return self.gate is None or self.gate.should_start
 
+    @property
+    def pass_depth(self) -> int:
+        """Maximum number of tokens in a draft that costs one pass."""
+        return min(self.depth, self.gate.max_depth) if self.gate else self.depth
+
 
 @dataclass(frozen=True)
 class EarlyDraftRequest:

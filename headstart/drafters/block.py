@@ -7,7 +7,6 @@ these slots. All tokens are sampled at once, unless a token's distribution depen
 penalties, masks): then one by one.
 """
 
-import math
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -18,11 +17,11 @@ from numpy.typing import NDArray
 
 from headstart.core import Float32, Rows, Sequence
 from headstart.drafters.base import Drafter, DraftPrograms, DraftRequest, GrowingDraft, TargetModel
-from headstart.drafters.head import lm_head_of
+from headstart.drafters.head import vocabulary_parts
 from headstart.errors import UsageError
 from headstart.heads.base import STATES, BlockSpec, Head, HeadNetwork
 from headstart.heads.block import BlockModule, MarkovHead
-from headstart.kernels.draft_loop import MAX_LOGIT
+from headstart.kernels.draft_loop import confidence_of
 from headstart.kernels.ops import Buffer, KVSpec, Ops, StepInputs, Weight
 from headstart.kernels.specs import StateSpec
 from headstart.layers.decoder import tap_width
@@ -117,20 +116,18 @@ class BlockDrafter(Drafter):
 
     @classmethod
     def attach(cls, target: TargetModel) -> Self:
-        head, vocabulary = target.head, target.vocabulary
+        head = target.head
         if head is None or head.spec.block is None:
             raise UsageError(
                 "the model has no block drafter",
                 "attach one with " + named("head", "DIR") + ", or use " + named("drafter", "ngram"),
             )
-        has_own = head.draft_token_ids is not None
-        ids, sketch = (head.draft_token_ids, None) if has_own else (vocabulary.token_ids, vocabulary.sketch)
-        embedding = target.model.embedding if head.embedding is None else head.embedding
-        module, hidden, lm_head = head.modules[0], target.config.hidden_size, sketch or lm_head_of(target, head, ids)
+        ids, embedding, lm_heads = vocabulary_parts(target, head)
+        module, hidden = head.modules[0], target.config.hidden_size
         if isinstance(module, BlockModule):
-            block = BlockNetwork(module, embedding, lm_head, tap_width(head.spec.tap, hidden))
+            block = BlockNetwork(module, embedding, lm_heads[0], tap_width(head.spec.tap, hidden))
             return cls(target, head, block, (FEATURES, BLOCK), ids, module.markov)
-        return cls(target, head, HeadNetwork(head, hidden, embedding, [lm_head]), (PAIRS, PAIRS), ids)
+        return cls(target, head, HeadNetwork(head, hidden, embedding, lm_heads), (PAIRS, PAIRS), ids)
 
     def num_uncached(self, sequence: Sequence) -> int:
         return max(len(sequence.tokens) - 2 - self._runner.filled(self._network, sequence), 0)
@@ -140,10 +137,7 @@ class BlockDrafter(Drafter):
         if not requests:
             return
         if self._spec.all_causal:  # rows do not depend on later rows: leave out rows that are not worth their cost
-            requests = [
-                replace(request, depth=min(request.depth, request.gate.max_depth)) if request.gate else request
-                for request in requests
-            ]
+            requests = [replace(request, depth=request.pass_depth) for request in requests]
         self._catch_up([request.sequence for request in requests])
         parts = [self._rows(request) for request in requests]
         if left := self._runner.draft(self._steps, requests, parts, self.method):
@@ -225,8 +219,7 @@ class BlockDrafter(Drafter):
         scored = confidences is None and any(each.gate for each, _ in draws)
         sampled = self._runner.draw(logits, entries, self._token_ids, scored=scored)
         for row, (each, _) in enumerate(draws):
-            confidence = None if confidences is None else 1 / (1 + math.exp(-max(float(confidences[row]), -MAX_LOGIT)))
-            each.append(sampled, row, confidence)
+            each.append(sampled, row, None if confidences is None else confidence_of(float(confidences[row])))
 
 
 def block_rows(spec: BlockSpec, sequence: Sequence, anchor: int, depth: int, token: int) -> Rows:

@@ -22,9 +22,9 @@ from headstart.drafters import base
 from headstart.errors import UsageError
 from headstart.heads.base import Head, HeadNetwork
 from headstart.kernels.draft_loop import PendingSample
-from headstart.kernels.ops import Buffer
+from headstart.kernels.ops import Buffer, Weight
 from headstart.layers.build import raw_lm_head
-from headstart.layers.linear import Linear
+from headstart.layers.linear import Linear, LMHead
 from headstart.wording import named
 
 MAX_EARLY_PAIRS = 4
@@ -37,14 +37,10 @@ class HeadDrafter(base.Drafter):
 
     def __init__(self, target: base.TargetModel, head: Head) -> None:
         self._backend, self._runner, self._budget = target.backend, target.runner, target.token_budget
-        self.method, self._spec, ids = head.spec.kind, head.spec, head.draft_token_ids
-        sketch = None
-        if ids is None and not head.lm_heads:
-            ids, sketch = target.vocabulary.token_ids, target.vocabulary.sketch
+        self.method, self._spec = head.spec.kind, head.spec
+        ids, embedding, lm_heads = vocabulary_parts(target, head)
         self.max_depth, self.tap = head.spec.depth_limit, head.spec.tap
         self._token_ids = None if ids is None else target.backend.index(ids)
-        embedding = target.model.embedding if head.embedding is None else head.embedding
-        lm_heads = head.lm_heads or (sketch or lm_head_of(target, head, ids),)
         network = HeadNetwork(head, target.config.hidden_size, embedding, lm_heads)
         self._network = target.runner.open(network, target.network)
         self._budget = max(self._budget, network.num_recomputed + 1)
@@ -189,7 +185,19 @@ def _tokens_ahead(part: Rows, ahead: int) -> list[int]:
     return known + [0] * (count - len(known))
 
 
-def lm_head_of(target: base.TargetModel, head: Head, token_ids: NDArray[np.int64] | None) -> Linear:
+def vocabulary_parts(target: base.TargetModel, head: Head) -> tuple[NDArray[np.int64] | None, Weight, Seq[LMHead]]:
+    """(ascending target ids that the head drafts, None: all; its embedding; an LM head for each module, or one for
+    all)."""
+    embedding = target.model.embedding if head.embedding is None else head.embedding
+    if head.lm_heads:
+        return head.draft_token_ids, embedding, head.lm_heads
+    ids, sketch = head.draft_token_ids, None
+    if ids is None:
+        ids, sketch = target.vocabulary.token_ids, target.vocabulary.sketch
+    return ids, embedding, (sketch or _lm_head(target, head, ids),)
+
+
+def _lm_head(target: base.TargetModel, head: Head, token_ids: NDArray[np.int64] | None) -> Linear:
     """The head's own LM head, else the trunk's; only the rows of `token_ids` (ascending target ids) if given."""
     if head.lm_head is not None and (token_ids is None or head.draft_token_ids is not None):
         return head.lm_head

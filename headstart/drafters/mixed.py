@@ -18,8 +18,6 @@ class MixedDrafter(Drafter):
     """With a gate: tries the lookup, which costs almost nothing, and asks the head if the gate finds the draft
     insufficient. Without a gate: the head alone."""
 
-    method = "mixed"
-
     def __init__(self, lookup: NgramDrafter, head: Drafter) -> None:
         self._lookup, self._head = lookup, head
         self.method, self.max_depth, self.tap, self.costs_per = head.method, head.max_depth, head.tap, head.costs_per

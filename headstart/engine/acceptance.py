@@ -126,9 +126,16 @@ class AcceptanceEstimator:
         record = records.get(method) if records else None
         return record.factor if record else 1.0
 
-    def probability(self, sequence: Sequence, draft: Draft, place: int) -> float:
-        """Acceptance probability of the draft's token at `place`, given that the tokens before it are accepted."""
-        return _probability(self.tables(sequence, draft.method), self.factor(sequence, draft.method), draft, place)
+    def prefix_probabilities(self, sequence: Sequence, draft: Draft, least: float) -> Seq[float]:
+        """Probabilities that the first 1, 2, ... tokens of a draft are all accepted, as far as they exceed `least`."""
+        probabilities, product = [], 1.0
+        tables, factor = self.tables(sequence, draft.method), self.factor(sequence, draft.method)
+        for place in range(len(draft.tokens)):
+            product *= min(1.0, factor * tables[min(place, PLACES)].probability(score_of(draft, place)))
+            if product <= least:
+                break
+            probabilities.append(product)
+        return probabilities
 
     def leaf_probability(self, sequence: Sequence, method: str, leaf: Leaf) -> float:
         """Acceptance probability of a leaf, given that the tokens before it are accepted."""
@@ -158,7 +165,7 @@ class AcceptanceEstimator:
             hit = True
             while hit and pending.place < len(guesses) and pending.start + pending.place < len(tokens):
                 place = pending.place
-                table, score = self.table(sequence, method, place), _score(pending.draft, place)
+                table, score = self.table(sequence, method, place), score_of(pending.draft, place)
                 hit = guesses[place] == tokens[pending.start + place]
                 if place <= PLACES:  # a single long copy must not dominate the table
                     record.learn(table.probability(score), hit)
@@ -182,24 +189,8 @@ class AcceptanceEstimator:
         return tries, sum(table.num_hits for table in firsts) / max(tries, 1.0)
 
 
-def prefix_probabilities(acceptance: AcceptanceEstimator, sequence: Sequence, draft: Draft, least: float) -> Seq[float]:
-    """Probabilities that the first 1, 2, ... tokens of a draft are all accepted, as far as they exceed `least`."""
-    probabilities, product = [], 1.0
-    tables, factor = acceptance.tables(sequence, draft.method), acceptance.factor(sequence, draft.method)
-    for place in range(len(draft.tokens)):
-        product *= _probability(tables, factor, draft, place)
-        if product <= least:
-            break
-        probabilities.append(product)
-    return probabilities
-
-
-def _probability(tables: Seq[CalibrationTable], factor: float, draft: Draft, place: int) -> float:
-    """Acceptance probability of the draft's token at `place`, by the drafter's tables and the sequence's factor."""
-    return min(1.0, factor * tables[min(place, PLACES)].probability(_score(draft, place)))
-
-
-def _score(draft: Draft, place: int) -> float:
+def score_of(draft: Draft, place: int) -> float:
+    """Score of the draft's token at `place`."""
     return draft.scores[place] if place < len(draft.scores) else NO_SCORE
 
 

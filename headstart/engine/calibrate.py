@@ -168,7 +168,7 @@ def _measure_long(run: _Run, costs: Costs, short: int) -> None:
     if length < 2 * short:
         return
     prompts, decoding = run.measure(1, [min(LONG_DEPTH, engine.drafting.max_depth)], length)
-    rows, seconds = next(((rows, values) for rows, values in decoding.passes.items()), (0, []))
+    rows, seconds = next(iter(decoding.passes.items()), (0, []))
     if seconds:
         far = max(0.0, lower_quartile(seconds) - costs.passes.at(rows))
         costs.reach = min(far, MAX_REACH * costs.passes.at(rows)) / (rows * (length - short))

@@ -15,9 +15,9 @@ import numpy as np
 from headstart.config import MAX_DEPTH
 from headstart.core import Draft, Leaf, Sequence
 from headstart.drafters.base import DraftRequest
-from headstart.engine.acceptance import EDGES, PLACES, AcceptanceEstimator, prefix_probabilities
+from headstart.engine.acceptance import EDGES, PLACES, AcceptanceEstimator, score_of
 from headstart.engine.costs import Costs, PassShape
-from headstart.kernels.draft_loop import GateRule
+from headstart.kernels.draft_loop import GateRule, GateState
 
 MARGIN = 0.02
 """Minimum expected saving of all drafts together, as a share of the step's time: estimates are not exact, and the
@@ -170,25 +170,12 @@ class AutoDepth:
         elif seconds < self._probe_credit_s:
             self._probe_credit_s, gate.should_start = 0.0, True
 
-    def should_continue(self, sequence: Sequence, draft: Draft, probability: float) -> bool:
-        """True if one more token is worth drafting, after a draft that is right with this probability."""
-        if probability * self.token_s < self.row_s:
-            return False
-        table = self.acceptance.table(sequence, draft.method, len(draft.tokens))
-        factor = self.acceptance.factor(sequence, draft.method)
-        return self._saving(table.bins(), probability * factor) > self.next_s
-
-    @property
-    def next_s(self) -> float:
-        """Seconds to draft one more token, before it is verified."""
-        return 0.0 if self.block else self.draft_s
-
     def is_sufficient(self, sequence: Sequence, draft: Draft, *, with_head: bool) -> bool:
         """True if a lookup's draft saves more than the head's expected draft (with_head), or than no draft."""
         if not draft.tokens:
             return False
         self.acceptance.record_draft(sequence, draft)
-        worthwhile = prefix_probabilities(self.acceptance, sequence, draft, self.row_s / self.token_s)
+        worthwhile = self.acceptance.prefix_probabilities(sequence, draft, self.row_s / self.token_s)
         free = sum(worthwhile) * self.token_s - len(worthwhile) * self.row_s
         if not with_head:
             return free > 0
@@ -204,7 +191,7 @@ class AutoDepth:
         rows: list[tuple[float, int, Leaf | None]] = []  # acceptance probability, index of the draft
         for index, sequence in enumerate(drafts):
             self.acceptance.record_draft(sequence, sequence.draft)
-            kept = prefix_probabilities(self.acceptance, sequence, sequence.draft, self._min_probability)
+            kept = self.acceptance.prefix_probabilities(sequence, sequence.draft, self._min_probability)
             rows += [(probability, index, None) for probability in kept]
             rows += [(each, index, leaf) for each, leaf in self._leaves(sequence, kept)]
         rows.sort(key=lambda row: -row[0])  # stable: a token never comes before its predecessors
@@ -268,18 +255,20 @@ class AutoGate:
     sequence: Sequence
     should_start: bool  # the head's draft is worth starting
     max_depth: int = MAX_DEPTH  # tokens worth their rows in a one-pass draft
-    probability: float = 1.0  # that all tokens so far are accepted
+    _state: GateState | None = None  # set after the first token
 
     def rule(self, method: str, depth: int) -> GateRule:
         """`should_continue` as data, for a draft by this method."""
         auto, sequence = self.auto, self.sequence
         tables, factor = auto.acceptance.tables(sequence, method)[:depth], auto.acceptance.factor(sequence, method)
-        return GateRule(auto.token_s, auto.row_s, auto.next_s, factor, tables, BIN_EDGES)
+        draft_s = 0.0 if auto.block else auto.draft_s
+        return GateRule(auto.token_s, auto.row_s, draft_s, factor, tables, BIN_EDGES)
 
     def should_continue(self, draft: Draft) -> bool:
         """True if another token should be drafted. Called after each token."""
-        self.probability *= self.auto.acceptance.probability(self.sequence, draft, len(draft.tokens) - 1)
-        return self.auto.should_continue(self.sequence, draft, self.probability)
+        self._state = self._state or GateState(self.rule(draft.method, PLACES + 1))
+        place = len(draft.tokens) - 1
+        return self._state.should_continue(place, score_of(draft, place))
 
     def is_sufficient(self, draft: Draft) -> bool:
         return self.auto.is_sufficient(self.sequence, draft, with_head=self.should_start)

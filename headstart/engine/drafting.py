@@ -89,8 +89,7 @@ class Drafting:
             return
         depth_limit, requests = self._config.depth_limit(len(self._scheduler.running)), list[EarlyDraftRequest]()
         for span, draw in zip(spans, pass_samples.starts, strict=False):
-            sequence, draft = span.sequence, span.sequence.draft
-            depth = self.depth if sequence.request.depth is None else sequence.request.depth
+            sequence, draft, depth = span.sequence, span.sequence.draft, self._depth_of(span.sequence)
             max_tokens = len(draft.tokens) + 1 if depth == AUTO else depth
             num_tokens = min(self.max_depth, max_tokens, depth_limit, self._draft_room(sequence) - 1)
             is_idle = depth == AUTO and (not draft.tokens or draft.method != self.method)
@@ -118,7 +117,7 @@ class Drafting:
         depth_limit = self._config.depth_limit(len(self._scheduler.running))
         requests, candidates, can_pay = [], [], None
         for sequence in ready:
-            depth = self.depth if sequence.request.depth is None else sequence.request.depth
+            depth = self._depth_of(sequence)
             max_tokens = self.drafter.auto_limit if depth == AUTO else min(self.max_depth, depth)
             num_tokens = min(max_tokens, depth_limit, self._draft_room(sequence))
             if num_tokens <= 0 or self._force(sequence):
@@ -135,6 +134,10 @@ class Drafting:
             else:
                 requests.append(DraftRequest(sequence, num_tokens, width=width))
         return requests + self.auto.make_requests(candidates) if candidates else requests
+
+    def _depth_of(self, sequence: Sequence) -> Depth:
+        """The request's depth, else the engine's."""
+        return self.depth if sequence.request.depth is None else sequence.request.depth
 
     def _width(self, sequence: Sequence, depth: int, *, is_auto: bool) -> int:
         """Candidates for each token of a draft; reserves slots for the leaves if there are any. A grammar's states do

@@ -1,5 +1,6 @@
 """Drafting several tokens in one call, for backends that support it (Backend.prepare_draft_loop)."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -10,6 +11,11 @@ from numpy.typing import NDArray
 from headstart.core import Sampled, SamplingRows, StepPlan
 
 MAX_LOGIT = 80.0  # bound of a confidence logit, beyond which e^x overflows (as in csrc/draft_loop.cpp)
+
+
+def confidence_of(logit: float) -> float:
+    """The score of a drafted token, from its confidence logit."""
+    return 1 / (1 + math.exp(-max(logit, -MAX_LOGIT)))
 
 
 class BinCounts(Protocol):
@@ -40,6 +46,28 @@ class GateRule:
     factor: float  # correction of the tables' acceptance probabilities
     tables: Sequence[BinCounts]  # by depth; the last one serves all further depths
     edges: NDArray[np.float64]  # bounds between bins of scores, ascending
+
+
+class GateState:
+    """A GateRule applied to one growing draft."""
+
+    def __init__(self, rule: GateRule) -> None:
+        self._rule, self._probability = rule, 1.0  # that all tokens so far are accepted
+
+    def should_continue(self, depth: int, score: float) -> bool:
+        """True if another token should follow. Called once per token, at depth 0, 1, ..."""
+        rule, tables = self._rule, self._rule.tables
+        here, after = tables[min(depth, len(tables) - 1)], tables[min(depth + 1, len(tables) - 1)]
+        number = int(np.searchsorted(rule.edges, score, side="right"))
+        self._probability *= min(1.0, rule.factor * (here.hits[number] / here.tries[number]))
+        if self._probability * rule.token_s < rule.row_s:
+            return False
+        worth = self._probability * rule.factor * rule.token_s
+        tries, hits = (np.asarray(each).tolist() for each in (after.tries, after.hits))
+        total = sum(tries)
+        gains = (n / total * (h / n * worth - rule.row_s) for n, h in zip(tries, hits, strict=True)
+                 if h / n * worth > rule.row_s)  # fmt: skip
+        return bool(sum(gains) > rule.draft_s)
 
 
 class PendingSample(Protocol):

@@ -101,7 +101,7 @@ def test_acceptance_is_calibrated_by_score() -> None:
         score = float(rng.choice([0.15, 0.55, 0.97]))
         learn(acceptance, sequence(), score, rng.random() < score / 2)
     drafts = [Draft([7], method="mtp", scores=[score]) for score in (0.15, 0.55, 0.97)]
-    found = [acceptance.probability(sequence(), draft, 0) for draft in drafts]
+    found = [acceptance.prefix_probabilities(sequence(), draft, 0.0)[0] for draft in drafts]
     assert found == pytest.approx([0.075, 0.275, 0.485], abs=0.08)
 
 

@@ -24,7 +24,7 @@ from headstart.kernels.cuda.kernels import sampling as kernels
 from headstart.kernels.cuda.plan import DevicePlan, PlanShape, bucket_of
 from headstart.kernels.cuda.recording import MAX_ROWS, CudaProgram, GraphRecorder
 from headstart.kernels.cuda.sampling import CudaSampler, DeviceSamplingRows, is_edited, is_limited
-from headstart.kernels.draft_loop import MAX_LOGIT, DraftedTokens, GateRule, VerifyInputs
+from headstart.kernels.draft_loop import DraftedTokens, GateRule, GateState, VerifyInputs, confidence_of
 
 MAX_VERIFIED = 32  # drafted tokens of a sequence plus one, at most
 MAX_GRAPHS = 32  # recorded graphs per draft loop; the oldest is dropped
@@ -331,31 +331,9 @@ def _cut(
             break
         kept.append(token)
         if has_confidence:
-            probabilities.append(1 / (1 + math.exp(-max(score, -MAX_LOGIT))))
+            probabilities.append(confidence_of(score))
         elif state:
             probabilities.append(math.exp(score))
         if state and not state.should_continue(len(kept) - 1, probabilities[-1]):
             break
     return kept, probabilities
-
-
-class GateState:
-    """A GateRule applied to one growing draft."""
-
-    def __init__(self, rule: GateRule) -> None:
-        self._rule, self._probability = rule, 1.0  # that all tokens so far are accepted
-
-    def should_continue(self, depth: int, score: float) -> bool:
-        """True if another token should follow. Called once per token, at depth 0, 1, ..."""
-        rule, tables = self._rule, self._rule.tables
-        here, after = tables[min(depth, len(tables) - 1)], tables[min(depth + 1, len(tables) - 1)]
-        number = int(np.searchsorted(rule.edges, score, side="right"))
-        self._probability *= min(1.0, rule.factor * (here.hits[number] / here.tries[number]))
-        if self._probability * rule.token_s < rule.row_s:
-            return False
-        worth = self._probability * rule.factor * rule.token_s
-        tries, hits = (np.asarray(each).tolist() for each in (after.tries, after.hits))
-        total = sum(tries)
-        gains = (n / total * (h / n * worth - rule.row_s) for n, h in zip(tries, hits, strict=True)
-                 if h / n * worth > rule.row_s)  # fmt: skip
-        return bool(sum(gains) > rule.draft_s)
