@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from headstart.cache.blocks import STATE, TRUNK, Block, BlockPart, BlockPool
 from headstart.cache.recurrent import StateCacheManager
-from headstart.cache.store import BlockStore, Tier
+from headstart.cache.store import BlockStore, Tier, time_of_use
 from headstart.core import Sequence
 
 MAX_LOAD_S = 30.0  # seconds after which a request no longer waits for a load
@@ -123,10 +123,8 @@ class KVSpill:
                     continue
                 block.stored_at[number] = now
                 self._pool.share(block)
-                # later blocks get older times, to be evicted first: they are useless without the start
-                items.append(
-                    BlockTransfer(number, part, key, block.index, block, now_ns - place * 1000, before is not None)
-                )
+                when_ns = time_of_use(now_ns, place)
+                items.append(BlockTransfer(number, part, key, block.index, block, when_ns, before is not None))
         self._queue_saves(items)
 
     def save_states(self, snapshots: Iterable[tuple[bytes, int]]) -> None:

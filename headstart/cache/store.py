@@ -251,6 +251,12 @@ class BlockStore:
         self._oldest = deque(each for each in files if not each[2].name.startswith(_TEMPORARY))
 
 
+def time_of_use(now_ns: int, place: int) -> int:
+    """Time of last use in ns of block `place` of a prefix that is used now. Later blocks get older times, so that they
+    are evicted first: they need the earlier ones."""
+    return now_ns - place * 1000
+
+
 def _files(folder: str | Path) -> Iterator[os.DirEntry[str]]:
     try:
         with os.scandir(folder) as entries:

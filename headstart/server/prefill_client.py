@@ -21,6 +21,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from headstart.cache.blocks import prefix_keys
 from headstart.cache.kv_cache import KVCacheManager
+from headstart.cache.store import time_of_use
 from headstart.core import Request
 from headstart.errors import UsageError
 
@@ -140,7 +141,7 @@ class PrefillClient:
 
     def _fetch(self, client: httpx.Client, keys: Seq[bytes], files: dict[str, list[int]]) -> int:
         """Fetch the blocks that the local store lacks, by the indices of `files`. Returns the number fetched."""
-        store, count = self._spill.store, 0
+        store, count, now_ns = self._spill.store, 0, time.time_ns()
         for name in self._spill.names.values():
             for place in files.get(name, ()):
                 if not 0 <= place < len(keys) or store.has(name, keys[place]):
@@ -149,8 +150,7 @@ class PrefillClient:
                 if response.status_code == 404:
                     return count
                 _check(response)
-                # later blocks of a prefix get older times: eviction removes them first, as they need the earlier ones
-                if not store.put_file(name, keys[place], response.content, time.time_ns() - place * 1000):
+                if not store.put_file(name, keys[place], response.content, time_of_use(now_ns, place)):
                     return count
                 count += 1
         return count

@@ -16,6 +16,7 @@ from support import new_folder
 from tiny_models import write_tiny
 
 from headstart.api import LLM
+from headstart.cache.blocks import prefix_keys
 from headstart.config import EngineConfig
 
 pytestmark = pytest.mark.slow  # server processes
@@ -104,6 +105,15 @@ def test_decode_server_uses_prompts_of_the_prefill_server(
         assert decode.metric("headstart:prefill_prompts_total") == 8, "what is known here is not asked for"
         decode.wait_idle()
     prefill.wait_idle()
+
+
+def test_later_blocks_of_a_prompt_are_evicted_first(model: str, prefill: LlmServer, tmp_path: Path) -> None:
+    with serving(model, tmp_path / "other", role="decode", prefill=prefill.url) as decode:
+        answer(decode, 0)
+    keys = [key.hex() for key in prefix_keys(prompt_of(0)[:-1], "", 16)]
+    (trunk,) = (tmp_path / "kv").iterdir()
+    times = [(tmp_path / "other" / trunk.name / key[:2] / key).stat().st_mtime_ns for key in keys]
+    assert len(times) == LENGTH // 16 - 1 and times == sorted(times, reverse=True)
 
 
 def test_decode_server_survives_a_killed_prefill_server(model: str, expected: list[Any], tmp_path: Path) -> None:
