@@ -134,7 +134,7 @@ def _prepare_chat(llm: LLM, formats: OutputFormats, account: Account, body: Chat
     tools = _tools(body)
     limit = _limit(body)
     prompt = encode_chat(llm, formats, body)
-    ids = _truncated(llm, body, prompt.ids, limit or 1)
+    ids = _truncated(llm, body, prompt.ids)
     room = llm.engine.max_length - len(ids)
     if room <= 0:
         what = f"the prompt has {len(ids)} tokens, but the context holds {llm.engine.max_length}"
@@ -160,7 +160,7 @@ def _prepare_chat(llm: LLM, formats: OutputFormats, account: Account, body: Chat
 def prompt_ids(llm: LLM, formats: OutputFormats, body: Common) -> list[list[int]]:
     """Token ids of each prompt of a body. Raises UsageError, CapacityError or ModelError."""
     if isinstance(body, ChatRequest):
-        return [_truncated(llm, body, encode_chat(llm, formats, body).ids, _limit(body) or 1)]
+        return [_truncated(llm, body, encode_chat(llm, formats, body).ids)]
     assert isinstance(body, CompletionRequest)
     return [_encode_prompt(llm, body, prompt)[1] for prompt in list_of_texts(body.prompt, "prompt")]
 
@@ -183,7 +183,7 @@ def _encode_prompt(llm: LLM, body: CompletionRequest, prompt: str | list[int]) -
             raise ParameterError("truncate_prompt_tokens", "could cut the token that begins the prompt", hint)
         prompt = infill_prompt(llm.tokenizer, prompt, body.suffix)
     ids = encode_text(llm, prompt, body.add_special_tokens) if isinstance(prompt, str) else prompt
-    return ids, _truncated(llm, body, ids, _limit(body) or 1)
+    return ids, _truncated(llm, body, ids)
 
 
 def encode_text(llm: LLM, text: str, add_special: bool) -> list[int]:
@@ -298,11 +298,12 @@ def _message(message: Message) -> dict[str, Any]:
     return document
 
 
-def _truncated(llm: LLM, body: Common, ids: list[int], limit: int) -> list[int]:
+def _truncated(llm: LLM, body: Common, ids: list[int]) -> list[int]:
+    """The last `truncate_prompt_tokens` ids; -1: as many as leave room for the output."""
     wanted = body.truncate_prompt_tokens
     if wanted is None:
         return ids
-    num_tokens = max(llm.engine.max_length - limit, 1) if wanted == -1 else wanted
+    num_tokens = max(llm.engine.max_length - (_limit(body) or 1), 1) if wanted == -1 else wanted
     if num_tokens == 0:
         raise ParameterError("truncate_prompt_tokens", "is 0, which leaves no prompt", "give at least 1, or -1")
     return ids[-num_tokens:]

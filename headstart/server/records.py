@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence as Seq
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from queue import Full, Queue
 from typing import Annotated, Any, Self
@@ -58,7 +58,7 @@ class RecordedModel:
     def check(self, folder: Path) -> None:
         """Raise UsageError if a folder has records of another model or no manifest."""
         theirs = read_manifest(folder)
-        for name in ("vocab_size", "hidden_size", "num_layers", "fingerprint"):
+        for name in (each for each in _TYPES if each != "name"):
             ours, other = getattr(self, name), getattr(theirs, name)
             if ours != other:
                 raise UsageError(
@@ -113,7 +113,7 @@ def read_manifest(folder: Path) -> RecordedModel:
         raise UsageError(f"{path} is damaged, or not a manifest of records: {error}", hint) from None
 
 
-_TYPES: dict[str, Any] = {"name": str, "vocab_size": int, "hidden_size": int, "num_layers": int, "fingerprint": str}
+_TYPES: dict[str, Any] = {each.name: each.type for each in fields(RecordedModel)}
 
 
 @dataclass

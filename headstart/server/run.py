@@ -14,7 +14,7 @@ from headstart.errors import UsageError
 from headstart.hub import DEFAULT_MODEL, DEMO_NOTE
 from headstart.server.app import ServerConfig, app_over
 from headstart.server.model_manager import ModelManager
-from headstart.server.process import base_url, set_up_logs
+from headstart.server.process import base_url, host_and_port, set_up_logs
 from headstart.server.protocol import HttpProtocol
 from headstart.server.replicas.router import RouterMembership
 from headstart.stats import synthetic_note
@@ -59,7 +59,8 @@ def serve(
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             raise
-        raise UsageError(f"cannot listen on {config.host}:{config.port}: {error.strerror}", "--port") from error
+        address = host_and_port(config.host, config.port)
+        raise UsageError(f"cannot listen on {address}: {error.strerror}", "--port") from error
 
 
 async def _run(
