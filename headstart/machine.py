@@ -80,7 +80,7 @@ class OtherLoad:
     def cores(self) -> float:
         """Average number of CPUs that were busy with other work; 0 if the system reports no CPU time."""
         wall, own, everyone = (after - before for before, after in zip(self._before, self._now(), strict=True))
-        return max(0.0, (everyone - own) / wall) if everyone else 0.0
+        return max(0.0, (everyone - own) / wall) if everyone and wall else 0.0
 
     def _now(self) -> tuple[float, float, float]:
         return time.monotonic(), time.process_time(), cpu_seconds(self._cpus, self._root)

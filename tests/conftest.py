@@ -41,8 +41,8 @@ def fuzz(pytestconfig: pytest.Config) -> int:
 
 
 FLAKY_FOLDERS = {"server", "cli", "tools", "text", "e2e", "repo"}
-"""Processes, sockets and clocks, which a loaded machine may disturb: what fails there once is tried again. Tests of
-exactness never are."""
+"""Folders with tests of processes, sockets and clocks: a failed test runs again, as a loaded machine may disturb it.
+Tests of exactness never run again."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -58,14 +58,14 @@ RELATIVES = [name for name in ALL_FAMILIES if row_of(name).is_relative]
 own."""
 FAMILIES = [name for name in ALL_FAMILIES if name not in RELATIVES]
 DRAFTERS = sorted({*registry.available("drafters"), *registry.available("heads")} - {"head", "assistant", "eagle"})
-"""Without assistants, which need a trunk of their own, and EAGLE, which drafts as MTP does: tests/drafters, /heads."""
+"""Without assistants, which need a specific trunk, and EAGLE, which drafts as MTP: tests/drafters and tests/heads."""
 VOCAB, EOS = 131, 2
 PLAIN_SPEC = HeadSpec()
 SMALL = {"backend": "reference", "threads": 1, "block_size": 8, "kv_blocks": 80, "max_model_len": 128}
 """Engine settings of most tests; 16 blocks hold one sequence of 128 tokens, so `kv_blocks=16` forces preemption."""
 
 KEPT_MODELS = 32
-"""Models of the last arguments that stay loaded. Each keeps a file open."""
+"""Number of recent models that stay loaded. Each keeps a file open."""
 
 _temporary = tempfile.TemporaryDirectory(prefix="headstart-tests-")
 atexit.register(_temporary.cleanup)
@@ -73,7 +73,7 @@ _serial = count()
 
 
 PATIENCE = 300.0
-"""Seconds after which a test gives up. A loaded machine may take its time: only what never comes takes so long."""
+"""Seconds after which a test gives up; generous, for loaded machines."""
 
 
 def until(condition: Callable[[], Any], describe: Callable[[], Any] = lambda: "") -> Any:

@@ -22,9 +22,9 @@ from pathlib import Path
 VERSIONS = range(11, 20)
 ASKED = ("--prompt", "Why is the sky blue?", "--max-tokens", "32", "--temperature", "0", "--json")
 MODELS = ("qwen3_5-tiny", "")
-"""The one in the package, and the default one, which is fetched or found in the cache."""
+"""The model in the package, and the default model, which is fetched or cached."""
 OLD = ("Nehalem", "Haswell")
-"""Processors of the second and the third level of x86-64, without what later ones have."""
+"""Processors of x86-64-v2 and x86-64-v3."""
 USELESS = re.compile(r"(^|/)(tests?|docs|csrc|benchmarks|__pycache__)/|\.(pyc|cpp|o|a|toml\.orig|jsonl)$")
 
 

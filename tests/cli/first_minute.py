@@ -53,7 +53,7 @@ SMALL: dict[str, tuple[str, ...]] = {
                   "--output-tokens", "2"),
     "bench step": ("MODEL", "--rows", "1", "--repeats", "1"),
 }  # fmt: skip
-"""A small run of each command; words in capitals are filled in."""
+"""A small run of each command. Words in capitals are placeholders (`make_paths`)."""
 
 
 @dataclass(frozen=True)

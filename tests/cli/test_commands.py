@@ -77,9 +77,7 @@ def test_generate_json_with_choices_and_logprobs(fake_llm: Any, capsys: Capture)
     assert document["logprobs"][0] == {"token": 0, "logprob": -0.5, "top": [[0, -0.5]]}
 
 
-def test_json_is_set_by_the_environment(
-    fake_llm: Any, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_json_is_set_by_the_environment(fake_llm: Any, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     for value, is_json in (("1", True), ("0", False)):
         monkeypatch.setenv("HEADSTART_JSON", value)
         assert main(["generate", "--prompt", "a", "--top-p", "2"]) == 2
@@ -381,9 +379,7 @@ def test_serve_reads_tls_files_before_the_model(tmp_path: Path, capsys: Capture)
         ("chat", "n logprobs"),
     ],
 )  # fmt: skip
-def test_help_omits_unsupported_options(
-    command: str, refused: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_omits_unsupported_options(command: str, refused: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command.split(), "--help-all"]) == 0
     page = capsys.readouterr().out
     assert "--threads" in page

@@ -26,20 +26,20 @@ LESS = {
     "--repeats": "1", "--scale": "0.005", "--concurrency": "1", "--workload": "code", "--temperature": "0",
     "--modes": "off,1", "--rows": "1,2", "--context": "64", "--max-model-len": "512",
 }  # fmt: skip
-"""Values that are work."""
+"""Options and smaller values, for less work."""
 LITTLE = {
     **{name: SMALL[name][1:] for name in ("demo", "generate", "chat", "serve", "verify", "tune", "bench run")},
     "data": ("--tokens", "4", "--max-tokens", "2"),
     "launch": ("--dry-run",),
 }
-"""Options that are added where the line does not give them itself."""
+"""Options that are added to lines without them, for less work."""
 ONLY_READ = (
     "--against transformers", "--full", "--numerics", "--from-scratch", "--gpu here", "bench step", "tune", "--preset",
     "headstart train", "graft ./my-finetune", "--program ./build/bin", "verify ./my-model", "my-head", "--to vllm",
     "headstart adapt my-records", "--to gguf", "headstart data", "--drafters mtp", "headstart pull", "models remove",
     "--image",
 )  # fmt: skip
-"""Lines with work that cannot be made little, or for another engine's program: parsed here, run by other tests."""
+"""Lines with long work or for another engine's program: only parsed here, run by other tests."""
 NO_SERVER = ("probe", "headstart gate", "--url", "headstart ps", "headstart stop")
 
 

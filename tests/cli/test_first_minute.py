@@ -18,11 +18,11 @@ from support import PATIENCE
 pytestmark = pytest.mark.slow  # many cases
 Paths = dict[str, str]
 ONE_IN = 83
-"""Of the command lines with a wrong value, the suite takes one in so many; --fuzz takes more."""
+"""The suite runs one of so many command lines with a wrong value; --fuzz runs more."""
 SLOW = ("bench step", "tune")
-"""They measure the machine first: seconds."""
+"""Commands that measure the machine first, for seconds."""
 REFUSED = ("probe", "gate", "ps", "stop", "models remove")
-"""Their small runs end with 2: nothing is there."""
+"""Commands whose small runs end with 2, as no server or model exists."""
 QUICK = tuple(name for name in SMALL if name not in SLOW)
 
 
@@ -153,7 +153,7 @@ def wait_for_text(stream: IO[str] | None) -> None:
 
 
 PROGRAM = "import sys; print(flush=True); from headstart.cli.main import main; sys.exit(main())"
-"""The `headstart` script, which says when Python itself has started: before that Ctrl-C is Python's."""
+"""The `headstart` script with a line of output when Python has started: before that, Python handles Ctrl-C."""
 
 
 @pytest.mark.parametrize("seconds", [0.1, 0.2, 0.4, 0.7])

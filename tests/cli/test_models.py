@@ -24,7 +24,7 @@ Capture = pytest.CaptureFixture[str]
 COMMIT = "0" * 40
 REPO = "org/tiny"
 PIECE = 10 * 2**20
-"""The Hub's client writes down so many bytes at a time."""
+"""Bytes that the Hub's client writes at a time."""
 
 
 @pytest.fixture
@@ -183,7 +183,7 @@ def local_hub(tmp_path: Path) -> Iterator[Hub]:
 
 
 PULL = [sys.executable, "-m", "headstart", "pull", REPO, "--json"]
-"""In a process of its own: the Hub's client looks at the environment once."""
+"""Runs in a separate process: the Hub's client reads the environment once."""
 
 
 def environment(hub: Hub, home: Path) -> dict[str, str]:

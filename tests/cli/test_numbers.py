@@ -10,7 +10,7 @@ from headstart.cli.parser import all_commands
 
 Capture = pytest.CaptureFixture[str]
 MODEL = "/nowhere/no-such-model"
-"""A value that is accepted gets as far as this name; nothing is ever loaded."""
+"""With an accepted value the command fails at this name, so that no model is loaded."""
 NEEDED = {
     "generate": ["--prompt", "hi"], "plan": ["--gpu", "h100"], "data": ["--out", "/nowhere/out", "--tokens", "10"],
     "train": ["--out", "/nowhere/out", "--data", __file__, "--tokens", "10"], "gate": ["/nowhere/new"],
@@ -22,7 +22,7 @@ LISTS = {
     "tune": {"--concurrency"},
     "verify": {"--temperatures", "--depths", "--batch-sizes", "--chunk-sizes", "--thread-counts", "--seeds"},
 }
-"""Options that are text for the parser and numbers to the command."""
+"""Options with comma-separated numbers, which the command parses."""
 NO_NUMBER = ("nan", "inf", "")
 ODD = ("-1", "0", "1e30", "99999999999999999999", ",")
 

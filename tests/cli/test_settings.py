@@ -218,9 +218,7 @@ def test_general_settings_are_converted_to_the_options_type(line: str, command: 
         ("train", ("from-scratch",), "model"), ("probe", (), "max-tokens"), ("chat", (), "n"), ("chat", (), "logprobs"),
     ],
 )  # fmt: skip
-def test_general_settings_that_a_command_lacks_are_ignored(
-    command: str, given: tuple[str, ...], hidden: str
-) -> None:
+def test_general_settings_that_a_command_lacks_are_ignored(command: str, given: tuple[str, ...], hidden: str) -> None:
     settings = Settings(COMMANDS, {f"HEADSTART_{hidden.upper().replace('-', '_')}": "1"})
     assert hidden not in settings.for_command(command, given)
 

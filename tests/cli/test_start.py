@@ -21,7 +21,7 @@ HEAVY = {
     "huggingface_hub", "fastapi", "uvicorn", "headstart.server", "headstart.train", "headstart.cache.spill",
     "headstart.api.asynchronous", "headstart.kernels.reference.ops", "headstart.kernels.cuda.backend",
 }  # fmt: skip
-"""Each is 5 ms to a second of a start; the target of --help is 0.4 s."""
+"""Modules that take 5 ms to 1 s to import; the target for --help is 0.4 s."""
 MODEL = "qwen3_5-tiny"
 PROGRAM = """
 import sys

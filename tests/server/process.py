@@ -20,7 +20,7 @@ QUESTION = [{"role": "user", "content": "Name three colours."}]
 CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"],
         "additionalProperties": False}  # fmt: skip
 WEATHER: dict[str, Any] = {"name": "get_weather", "description": "The weather of a city.", "parameters": CITY}
-"""A function to call."""
+"""A tool definition."""
 
 
 class HttpServer:

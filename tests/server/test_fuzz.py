@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow  # a server process
 COUNT, HEALTH_S = 25, 30.0
 NEIGHBOUR: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 8, "temperature": 0.8, "seed": 7}
 BUSY = frozenset({429, 503, 504})
-"""What a loaded server may say to a request that is fine."""
+"""Statuses of a loaded server for valid requests."""
 
 
 def ask(name: str, number: int, url: str) -> tuple[str, str]:

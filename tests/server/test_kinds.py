@@ -128,7 +128,7 @@ FIELDS: list[tuple[str, Any, bool]] = [
     ("regex", "a", False), ("chat_template", "x", False), ("service_tier", "auto", True),
 ]  # fmt: skip
 PLACES = {("responses", "verbosity"): "text"}
-"""Fields of other APIs that stand in an object."""
+"""Object that contains a field in an API."""
 
 
 @pytest.mark.parametrize("api", MAKE)

@@ -135,9 +135,7 @@ def test_exit_descriptions() -> None:
     assert [describe_exit(code) for code in (2, -9, -63)] == ["with code 2", "by SIGKILL", "by signal 63"]
 
 
-def test_missing_router_package_is_named(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_router_package_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(router, "MODULE", "no_such_router")
     assert main(["serve", "--replicas", "1"]) == 2
     assert "pip install vllm-router" in capsys.readouterr().err

@@ -53,7 +53,7 @@ VARYING = {
     "created_at", "total_duration", "prompt_eval_duration", "eval_duration", "speculation", "completion_tokens_details",
     "sequence_number",
 }  # fmt: skip
-"""Members that depend on the time, or on how a text is cut into passes."""
+"""Members that depend on the time or on the division of a text into passes."""
 
 
 @pytest.fixture(scope="module")

@@ -268,7 +268,7 @@ def test_light_constraints(kind: Any, value: Any, light: bool) -> None:
 
 STEPS = 24
 SLOW_STEP = SLOW_LIGHT = 20.0
-"""Seconds of a slow processor: of one mask or step, and of compiling what is called light."""
+"""Maximal seconds on a slow processor for one step, and for compiling a light constraint."""
 
 
 def try_one(made: GrammarCompiler, kind: Any, value: Any, rng: random.Random) -> str:

@@ -29,12 +29,12 @@ FORMATS = [
     "minimax_m2", "mistral", "pythonic", "qwen3_coder",
 ]  # fmt: skip
 WHOLE = ("json", "pythonic")
-"""Formats without markers: the answer is nothing but calls."""
+"""Formats without markers: the whole answer is calls."""
 MARKED = [name for name in FORMATS if name not in WHOLE]
 TYPED = ("glm45", "qwen3_coder", "minimax_m2")
-"""Formats whose values are of the types that the tool's schema says."""
+"""Formats whose values have the types of the tool's schema."""
 NAMED = ("gemma4", "pythonic", "lfm2", "deepseek_v32")
-"""Formats whose arguments have names, not any strings."""
+"""Formats whose argument names are identifiers."""
 TRICKY = {
     "text": 'say "hi" \\ {[</tool_call> <tool_call>} \n\t é 🙂 中文 <｜tool▁call▁end｜> ``` end',
     "count": -3, "ratio": 0.5, "deep": True, "items": [1, {"a": "}]"}, []], "options": {"x": {"y": None}}, "note": None,
@@ -129,7 +129,7 @@ WRITERS: dict[str, tuple[str, Any, str, str]] = {
     "glm45": ("", glm, "\n", ""),
     "qwen3_coder": ("", qwen, "\n", ""),
 }  # fmt: skip
-"""What a model writes: before the calls, one of them, between them, behind them. A text takes arguments as JSON."""
+"""Text before the calls, a call, text between and after the calls. A format string gets the arguments as JSON."""
 
 
 def write(name: str, listed: list[tuple[str, dict[str, Any]]]) -> str:

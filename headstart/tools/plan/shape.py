@@ -146,13 +146,14 @@ class SizedModel:
         sizes["head"] = drafter.num_modules * module + per_token + drafter.own_vocab * self.bytes("lm_head")
         return sizes
 
-    def layer_bytes(self, group: LayerGroup) -> float:
-        """Returns the bytes of a group's weights."""
+    def layer_bytes(self, group: LayerGroup, rows: float | None = None) -> float:
+        """Returns the bytes of a group's weights, with the expected experts of `rows` rows (None: all experts)."""
         mixer, feed = group.cost.mixer, group.cost.feed_forward
+        experts = feed.experts if rows is None else feed.touched(rows)
         return group.count * (
             mixer.weights * self.bytes("attention")
-            + (feed.weights + feed.tables) * self.bytes("mlp")
-            + feed.experts * feed.expert_weights * self.bytes("experts")
+            + (feed.weights + (feed.tables if rows is None else 0)) * self.bytes("mlp")
+            + experts * feed.expert_weights * self.bytes("experts")
         )
 
 
