@@ -88,12 +88,14 @@ class OtherLoad:
 
 def cpu_seconds(cpus: Collection[int], root: Path = ROOT) -> float:
     """CPU time of all processes on these CPUs since boot, with the time that a hypervisor took; 0 outside Linux."""
+    if not (per_second := system.ticks_per_second()):
+        return 0.0
     lines = [line.split() for line in read(root / "proc/stat").splitlines() if re.match(r"cpu\d", line)]
     ticks = 0
     for name, user, nice, kernel, _idle, _iowait, irq, softirq, steal, *_guest in lines:
         if int(name[3:]) in cpus:
             ticks += sum(map(int, (user, nice, kernel, irq, softirq, steal)))
-    return ticks / system.ticks_per_second() if ticks else 0.0
+    return ticks / per_second
 
 
 def cpu(root: Path = ROOT) -> Cpu:

@@ -145,7 +145,7 @@ def test_corrupt_files_are_not_used(how: str, tmp_path: Path, caplog: pytest.Log
         found, _ = outputs_and_rows(engine, long_request(prompt))
     support.assert_same(found, expected)
     assert engine.scheduler.prefix_hits == 0 and engine.memory.spill.store.counts.dropped
-    assert len([record for record in caplog.records if "broken" in record.message]) == 1
+    assert len([record for record in caplog.records if "damaged block file" in record.message]) == 1
     for _ in range(4):  # dropped files are written again; the others are found corrupt when they are read
         engine = engine_of(model, tmp_path)
         support.assert_same(outputs_and_rows(engine, long_request(prompt))[0], expected)

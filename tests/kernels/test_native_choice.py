@@ -71,7 +71,7 @@ def test_selecting_all_positions_equals_dense_attention(path: str, kv_dtype: str
     plan = plan_of([Part(np.arange(90), first, plain.table())], first_position=first)
     plan.hidden_slots = None
     selecting.tables[:3], selecting.sinks = plain.tables, plain.sinks
-    selecting.fresh()
+    selecting.reset_pools()
     dense, found = plain.run(plan, 2), selecting.run(plan, 1)
     assert_same_bits({"y": found[:70]}, {"y": dense[:70]})
     assert not np.array_equal(found[70:], dense[70:])
