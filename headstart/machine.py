@@ -6,7 +6,6 @@
 import os
 import platform
 import re
-import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,35 +66,6 @@ class Memory:
     def allowed(self) -> int:
         """Bytes that this process may have; 0 if unknown."""
         return self.limit or self.total
-
-
-class OtherLoad:
-    """CPU use of other processes on the CPUs that this process may run on, from the construction on."""
-
-    def __init__(self, root: Path = ROOT) -> None:
-        self._root, self._cpus = root, system.cpus()
-        self._before = self._now()
-
-    @property
-    def cores(self) -> float:
-        """Average number of CPUs that were busy with other work; 0 if the system reports no CPU time."""
-        wall, own, everyone = (after - before for before, after in zip(self._before, self._now(), strict=True))
-        return max(0.0, (everyone - own) / wall) if everyone and wall else 0.0
-
-    def _now(self) -> tuple[float, float, float]:
-        return time.monotonic(), time.process_time(), cpu_seconds(self._cpus, self._root)
-
-
-def cpu_seconds(cpus: Collection[int], root: Path = ROOT) -> float:
-    """CPU time of all processes on these CPUs since boot, with the time that a hypervisor took; 0 outside Linux."""
-    if not (per_second := system.ticks_per_second()):
-        return 0.0
-    lines = [line.split() for line in read(root / "proc/stat").splitlines() if re.match(r"cpu\d", line)]
-    ticks = 0
-    for name, user, nice, kernel, _idle, _iowait, irq, softirq, steal, *_guest in lines:
-        if int(name[3:]) in cpus:
-            ticks += sum(map(int, (user, nice, kernel, irq, softirq, steal)))
-    return ticks / per_second
 
 
 def cpu(root: Path = ROOT) -> Cpu:

@@ -89,11 +89,6 @@ def cpus() -> frozenset[int]:
     return frozenset(range(os.cpu_count() or 1))
 
 
-def ticks_per_second() -> int:
-    """Resolution of CPU times in /proc/stat; 0 outside Linux."""
-    return os.sysconf("SC_CLK_TCK") if sys.platform == "linux" else 0
-
-
 def set_affinity(cpus: Iterable[int]) -> None:
     """Bind this process and its children to these CPUs. Does nothing outside Linux."""
     if sys.platform == "linux":

@@ -101,23 +101,3 @@ def test_process_limits_bound_the_memory() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     limit, available = map(int, done.stdout.split())
     assert limit == 2 * GIB and 0 < available < 2 * GIB
-
-
-def test_other_load_excludes_the_own_cpu_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPUs outside the affinity mask and idle time do not count."""
-    monkeypatch.setattr(machine.system, "cpus", lambda: frozenset({0, 2}))
-    now = {"monotonic": 10.0, "process_time": 1.0}
-    for name in now:
-        monkeypatch.setattr(machine.time, name, lambda name=name: now[name])
-    ticks = machine.system.ticks_per_second()
-
-    def stat(*used: int) -> None:
-        lines = (f"cpu{n} {ticks * s} 0 {ticks * s} 9000 9000 0 0 {ticks * s} 0 0" for n, s in enumerate(used))
-        host(tmp_path, {"proc/stat": "\n".join(("cpu  9 9 9 9 9 9 9 9 9 9", *lines, "intr 5 0"))})
-
-    stat(100, 100, 100, 100)
-    load = machine.OtherLoad(tmp_path)
-    now |= {"monotonic": 14.0, "process_time": 2.0}
-    stat(101, 200, 102, 200)
-    assert load.cores == pytest.approx((3 * (1 + 2) - 1) / 4)
-    assert machine.OtherLoad(tmp_path / "none").cores == 0

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import headstart
-from headstart.machine import cpu_seconds
 
 TOO_MUCH = 0.05
 """Cores used by other processes above which a section is invalid."""
@@ -66,9 +65,10 @@ class Load:
 
 def load_now() -> Load:
     """Current load from /proc/stat and the CPU time of this process and its children."""
+    user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
     usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     own = sum(each.ru_utime + each.ru_stime for each in usage) + _descendants_s()
-    return Load(time.perf_counter(), own, cpu_seconds(range(os.cpu_count() or 1)))
+    return Load(time.perf_counter(), own, (user + nice + system + irq + softirq + steal) * _TICK_S)
 
 
 def _descendants_s() -> float:

@@ -15,6 +15,7 @@ from headstart import hub, machine
 from headstart.core import Request, SamplingParams
 from headstart.engine.costs import OUTLIER, TRIAL, CostCurve, Costs, CostSamples, lower_quartile
 from headstart.engine.engine import Engine
+from headstart.noise import check_noise
 
 MAX_SECONDS = 1.2  # time limit: no step starts later
 FOR_CURVES = 0.75  # share of the time limit for the cost curves
@@ -37,10 +38,9 @@ one must be the same within TOLERANCE. No step of the check starts later than CH
 FEW_ROWS, GROWTH = 8, 0.7
 """Experts of n tokens in a row are about n ** GROWTH times those of one: 1.62 and 2.5 times for 2 and 4 tokens
 (cohere.com/blog/mixture-of-experts-models-get-more-from-speculative-decoding)."""
-BUSY = 1.2  # ratio of median to fastest step from which other processes are assumed to use the cores
-FOREIGN_CORES = 0.25
-"""Cores' worth of other processes' work, beyond idle CPUs, from which the cores count as busy. A process that uses a
-core all the time slows all steps alike, which `BUSY` does not show."""
+BUSY = 1.2
+"""Ratio of median to fastest step from which other processes are assumed to use the cores. `check_noise` finds a
+process that uses a core all the time, which slows all steps alike."""
 
 
 @dataclass
@@ -52,16 +52,6 @@ class _Run:
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
     count: int = 0  # requests submitted so far
     deadline_counts: bool = False  # from the first measured pass on, if not before
-    others: machine.OtherLoad = field(default_factory=machine.OtherLoad)
-
-    @property
-    def is_contended(self) -> bool:
-        """True if other processes used CPUs that the engine's threads need."""
-        if self.engine.runner.backend.runs_on != "cpu":
-            return False
-        threads = machine.threads()
-        idle = max(threads.affinity - (self.engine.config.threads or threads.usable), 0)
-        return self.others.cores > idle + FOREIGN_CORES
 
     @property
     def is_late(self) -> bool:
@@ -134,7 +124,7 @@ def calibrate(engine: Engine) -> Costs:
     add_prompt_pass(samples)
     drafts = samples.drafts or {1: [0.1 * lower_quartile(samples.passes[1])]}
     costs = Costs(CostCurve.fit(samples.passes), CostCurve.fit(drafts))
-    costs.busy = _busy(samples.passes[1]) or run.is_contended
+    costs.busy = _busy(samples.passes[1])
     run.until = begun + MAX_SECONDS
     _measure_long(run, costs, length)
     engine.reset_stats()
@@ -200,10 +190,16 @@ def known_costs(engine: Engine, identity: Mapping[str, Any]) -> Costs:
             if holds is not False:
                 return replace(stored, trial=TRIAL)
         begun = time.perf_counter()
-        costs = calibrate(engine)
+        with check_noise(_num_threads(engine)) as noise:
+            costs = calibrate(engine)
+    costs.busy |= noise.is_disturbed
     if record or time.perf_counter() - begun > WORTH_KEEPING_S:
         _save_record(path, costs, identity, confirmed=False)
     return costs
+
+
+def _num_threads(engine: Engine) -> int:
+    return engine.config.threads or machine.threads().usable
 
 
 def _load_record(path: Path) -> tuple[Costs, bool] | None:
@@ -224,10 +220,11 @@ def _holds(engine: Engine, costs: Costs) -> bool | None:
     use the cores or the steps take too long."""
     length, depth = max(min(PROMPT, engine.max_length // 4), 1), min(CHECKED_DEPTH, engine.drafting.max_depth)
     run = _Run(engine, time.perf_counter() + CHECK_SECONDS, deadline_counts=True)
-    _, measured = run.measure(1, [0, depth], length)
+    with check_noise(_num_threads(engine)) as noise:
+        _, measured = run.measure(1, [0, depth], length)
     engine.reset_stats()
     engine.drafting.clear()
-    if run.is_contended:
+    if noise.is_disturbed:
         return None
     factors = []
     for rows, seconds in measured.passes.items():  # by rows: drafters may draft fewer tokens than requested

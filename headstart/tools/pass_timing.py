@@ -1,11 +1,9 @@
-"""Timing of single passes over prefilled sequences, with a check for other programs that used the processor."""
+"""Timing of single passes over prefilled sequences."""
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence as Seq
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, fields, is_dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from headstart.api import LLM
@@ -19,8 +17,6 @@ from headstart.tools.prompts import builtin_prompts
 
 MIN_REPEATS, MAX_REPEATS = 5, 50
 MAX_READ_BYTES, READ_RUNS = 2**30, 5
-MAX_WAITING = 0.05  # largest share of thread time that a valid measurement may wait for the processor
-TASKS = Path("/proc/self/task")
 Key = TypeVar("Key")
 
 
@@ -210,36 +206,3 @@ def held_bytes(*parts: Any) -> int:
     for part in parts:
         visit(part)
     return sum(sizes.values())
-
-
-@dataclass
-class NoiseCheck:
-    waiting: float | None = None
-    """Share of a thread's time in which the threads of this process waited for a processor; None: unknown."""
-
-    @property
-    def is_disturbed(self) -> bool:
-        return self.waiting is not None and self.waiting > MAX_WAITING
-
-    @property
-    def reason(self) -> str:
-        return f"other programs used the processor: {self.waiting or 0:.0%} of the time was spent waiting for it"
-
-
-@contextmanager
-def check_noise(num_threads: int) -> Iterator[NoiseCheck]:
-    """Yields a NoiseCheck, which is filled in when the context ends."""
-    check, start, before = NoiseCheck(), time.perf_counter(), _waiting_seconds()
-    yield check
-    after, seconds = _waiting_seconds(), time.perf_counter() - start
-    if after and seconds:
-        waited = sum(each - before.get(task, 0.0) for task, each in after.items())
-        check.waiting = waited / seconds / max(num_threads, 1)
-
-
-def _waiting_seconds() -> dict[str, float]:
-    """Returns for each thread the seconds in which it was ready but not running; empty if the system has no count."""
-    try:
-        return {task.name: int((task / "schedstat").read_text().split()[1]) * 1e-9 for task in TASKS.iterdir()}
-    except (OSError, ValueError, IndexError):
-        return {}

@@ -3,18 +3,20 @@
 import itertools
 import json
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import SMALL, headed_model
 
-from headstart import hub, machine
+from headstart import hub
 from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.engine import calibrate
 from headstart.engine.calibrate import MAX_SECONDS, known_costs
 from headstart.engine.engine import Engine
+from headstart.noise import NoiseCheck
 
 
 @pytest.fixture
@@ -24,11 +26,11 @@ def engine() -> Engine:
 
 class SimulatedClock:
     """Replaces the clock: a pass takes `base` seconds plus `row` for each row, times the next factor of `load`
-    (cycled). A draft step takes `draft` seconds, by default as long as a row. Other processes use `other_cores`
-    cores."""
+    (cycled). A draft step takes `draft` seconds, by default as long as a row. Threads wait for a processor during
+    the share `waiting` of the time."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch, base: float, row: float, *load: float) -> None:
-        self.now, self.passes, self.other_cores = 0.0, 0, 0.0
+        self.now, self.passes, self.waiting = 0.0, 0, 0.0
         self.base, self.row, self.draft, self.load = base, row, row, itertools.cycle(load or (1.0,))
         original = engine.runner.forward
 
@@ -48,7 +50,7 @@ class SimulatedClock:
         monkeypatch.setattr(drafter, "propose", timed_propose)
         monkeypatch.setattr(engine.runner, "forward", forward)
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
-        monkeypatch.setattr(machine.OtherLoad, "cores", property(lambda _: self.other_cores))
+        monkeypatch.setattr(calibrate, "check_noise", lambda _: nullcontext(NoiseCheck(self.waiting)))
 
 
 @pytest.mark.slow
@@ -149,11 +151,10 @@ def test_costs_measured_beside_a_busy_process_are_measured_again(
 ) -> None:
     """The other process slows all steps equally, so only its CPU time shows it."""
     monkeypatch.setattr(hub, "cache_dir", lambda: tmp_path)
-    every = machine.threads().cores
-    for other_cores, row, slower in ((every, 0.0005, 5), (every, 0.0005, 5), (0, 0.0004, 4), (0, 0.0004, 4)):
+    for waiting, row, slower in ((0.25, 0.0005, 5), (0.25, 0.0005, 5), (0.0, 0.0004, 4), (0.0, 0.0004, 4)):
         with monkeypatch.context() as patch:
             timed = SimulatedClock(engine, patch, 0.004, row)
-            timed.other_cores = other_cores
+            timed.waiting = waiting
             costs = known_costs(engine, {"test": 5})
             assert costs.passes.at(4) / costs.passes.at(1) == pytest.approx((40 + 4 * slower) / (40 + slower), rel=0.01)
     [file] = tmp_path.rglob("*.json")

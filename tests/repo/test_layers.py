@@ -17,6 +17,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "config",
         "options",
         "errors",
+        "noise",
         "wording",
         "registry",
         "files",

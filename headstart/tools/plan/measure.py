@@ -17,6 +17,7 @@ from headstart.core import Float64, Progress, SamplingParams, Span
 from headstart.engine.load import Model as LoadedModel, load_model
 from headstart.errors import UsageError
 from headstart.machine import cpu, threads
+from headstart.noise import check_noise
 from headstart.tools import pass_timing
 from headstart.tools.plan.machine import HERE, DeviceSpec, Machine, Rates
 from headstart.tools.plan.roofline import Pass, pass_seconds
@@ -59,7 +60,7 @@ def measured_machine(
         longest = loaded.config.max_length - PROMPT_ROWS
         passes = [replace(work, context=min(work.context, longest)) for work in CALIBRATION_PASSES]
         timer = PassTimer(loaded, config, passes, progress)
-        with pass_timing.check_noise(config.threads or threads().usable) as noise:
+        with check_noise(config.threads or threads().usable) as noise:
             measured = measure(timer, timer.time(passes, PASSES_BUDGET_S, progress), progress)
         if noise.is_disturbed:
             note = f"{noise.reason}; these rates are too low and were not kept: measure again on an idle machine"

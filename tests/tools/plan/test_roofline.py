@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 from tiny_models import write_tiny
 
+from headstart import noise
 from headstart.cli.main import main
 from headstart.config import EngineConfig
 from headstart.errors import ModelError, UsageError
 from headstart.formats import open_checkpoint
 from headstart.layers.costs import FeedForwardCost
-from headstart.tools import pass_timing
 from headstart.tools.bench.summary import cost_per_million
 from headstart.tools.plan import drafters as acceptance, measure, run as plan
 from headstart.tools.plan.machine import DeviceSpec, Machine, Rates, find_device, make_machine, parse_gpu
@@ -265,7 +265,7 @@ def tiny_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("headstart.tools.pass_timing.MAX_READ_BYTES", 1 << 16)
     monkeypatch.setattr(measure, "PASSES_BUDGET_S", 0.1)
-    monkeypatch.setattr(pass_timing, "MAX_WAITING", 1e9)  # other programs may run beside the tests
+    monkeypatch.setattr(noise, "MAX_WAITING", 1e9)  # other programs may run beside the tests
     return str(write_tiny("mimo", tmp_path / "model"))
 
 
@@ -285,7 +285,7 @@ def test_calibration_of_this_machine_is_cached(tiny_here: str, monkeypatch: pyte
 @pytest.mark.slow
 def test_disturbed_calibration_is_reported_and_not_cached(tiny_here: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for disturbed, most in ((True, -1.0), (False, 1e9)):
-        monkeypatch.setattr(pass_timing, "MAX_WAITING", most)
+        monkeypatch.setattr(noise, "MAX_WAITING", most)
         assumptions = plan.run(plan.PlanOptions(model=tiny_here)).data["assumptions"]
         assert any("other programs used the processor" in each for each in assumptions) is disturbed
         assert measure.cache_path(tiny_here, EngineConfig()).exists() is not disturbed

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from headstart.tools import pass_timing
+from headstart import noise
 
 
 def test_waiting_time_of_threads_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new thread counts from zero. `waiting` is a share of the time of all threads."""
-    monkeypatch.setattr(pass_timing, "TASKS", tmp_path)
+    monkeypatch.setattr(noise, "TASKS", tmp_path)
 
     def write(task: str, waited_s: float) -> None:
         (tmp_path / task).mkdir(exist_ok=True)
@@ -19,8 +19,8 @@ def test_waiting_time_of_threads_is_counted(tmp_path: Path, monkeypatch: pytest.
 
     write("1", 100.0)
     now = iter((1000.0, 1000.1))
-    monkeypatch.setattr(pass_timing.time, "perf_counter", lambda: next(now))
-    with pass_timing.check_noise(2) as found:
+    monkeypatch.setattr(noise.time, "perf_counter", lambda: next(now))
+    with noise.check_noise(2) as found:
         write("1", 100.02)
         write("2", 0.02)
     assert found.waiting == pytest.approx(0.2) and found.is_disturbed
@@ -30,18 +30,18 @@ def test_waiting_time_of_threads_is_counted(tmp_path: Path, monkeypatch: pytest.
 def test_missing_or_unreadable_schedstat_is_no_disturbance(
     text: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pass_timing, "TASKS", tmp_path / "tasks")
+    monkeypatch.setattr(noise, "TASKS", tmp_path / "tasks")
     if text is not None:
         (tmp_path / "tasks" / "1").mkdir(parents=True)
         (tmp_path / "tasks" / "1" / "schedstat").write_text(text)
-    with pass_timing.check_noise(1) as found:
+    with noise.check_noise(1) as found:
         pass
     assert not found.is_disturbed
 
 
-@pytest.mark.skipif(not pass_timing.TASKS.exists(), reason="no /proc")
+@pytest.mark.skipif(not noise.TASKS.exists(), reason="no /proc")
 def test_short_lived_threads_cause_no_error() -> None:
-    with pass_timing.check_noise(1) as found:
+    with noise.check_noise(1) as found:
         for _ in range(20):
             threading.Thread(target=time.sleep, args=(0.001,)).start()
     assert found.waiting is None or found.waiting >= 0
