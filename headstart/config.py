@@ -385,11 +385,14 @@ def read_count(name: str, value: str | int | bool) -> int:
     return int(value)
 
 
+MORE_SEQS = 1024  # sequences beyond a limit that the last row covers; other engines read its end
+
+
 def depth_rows(name: str, limit: str | int | bool) -> list[list[int]]:
     """Rows of depth_by_batch: no drafts while more than `limit` sequences run. Raises UsageError for a limit that is no
     whole number above 0."""
     count = read_count(name, limit)
-    return [[1, count, MAX_DEPTH], [count + 1, count + 1024, 0]]
+    return [[1, count, MAX_DEPTH], [count + 1, count + MORE_SEQS, 0]]
 
 
 def parse_speculative_config(text: str) -> dict[str, Any]:

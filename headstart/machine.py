@@ -85,6 +85,11 @@ def threads(root: Path = ROOT) -> Threads:
     return Threads(cores, affinity, min(_quotas(root), default=None))
 
 
+def thread_count(wanted: int | None) -> int:
+    """Threads of an engine: `wanted`, or as many as affinity and quota allow."""
+    return wanted or threads().usable
+
+
 def nodes(root: Path = ROOT, usable: Collection[int] | None = None) -> tuple[Node, ...]:
     """NUMA nodes with CPUs that this process may run on (or with `usable`); one node if the system reports none."""
     if usable is None:

@@ -286,7 +286,7 @@ def identity(model: Model, config: EngineConfig) -> dict[str, Any]:
         "head": model.head.source if model.head else None,
         "drafter": select_drafter(model, config)[1],
         "backend": [backend.name, backend.runs_on, config.dtype, config.rounding, config.kv_cache_dtype],
-        "threads": [config.threads or machine.threads().usable, config.numa, config.portable_bits],
+        "threads": [machine.thread_count(config.threads), config.numa, config.portable_bits],
         "block_size": config.block_size,
     }
 

@@ -190,16 +190,12 @@ def known_costs(engine: Engine, identity: Mapping[str, Any]) -> Costs:
             if holds is not False:
                 return replace(stored, trial=TRIAL)
         begun = time.perf_counter()
-        with check_noise(_num_threads(engine)) as noise:
+        with check_noise(machine.thread_count(engine.config.threads)) as noise:
             costs = calibrate(engine)
     costs.busy |= noise.is_disturbed
     if record or time.perf_counter() - begun > WORTH_KEEPING_S:
         _save_record(path, costs, identity, confirmed=False)
     return costs
-
-
-def _num_threads(engine: Engine) -> int:
-    return engine.config.threads or machine.threads().usable
 
 
 def _load_record(path: Path) -> tuple[Costs, bool] | None:
@@ -220,7 +216,7 @@ def _holds(engine: Engine, costs: Costs) -> bool | None:
     use the cores or the steps take too long."""
     length, depth = max(min(PROMPT, engine.max_length // 4), 1), min(CHECKED_DEPTH, engine.drafting.max_depth)
     run = _Run(engine, time.perf_counter() + CHECK_SECONDS, deadline_counts=True)
-    with check_noise(_num_threads(engine)) as noise:
+    with check_noise(machine.thread_count(engine.config.threads)) as noise:
         _, measured = run.measure(1, [0, depth], length)
     engine.reset_stats()
     engine.drafting.clear()

@@ -16,7 +16,7 @@ from headstart.files import atomic_folder
 from headstart.formats import adapter
 from headstart.heads.files import read_head
 from headstart.kernels.backend import select_backend
-from headstart.machine import threads
+from headstart.machine import thread_count
 from headstart.models.shipped_heads import shipped_heads_at
 
 WEIGHTS = ("*.safetensors", "*.gguf", "config.json")
@@ -64,7 +64,7 @@ def setting_path(model: str | None, config: EngineConfig) -> Path:
     a model that does not exist."""
     backend = select_backend(config).name
     engine = [backend, config.device, config.dtype, config.rounding, config.kv_cache_dtype]
-    usable = config.threads or threads().usable
+    usable = thread_count(config.threads)
     known = {"model": identity_of(model), "head": config.head, "engine": engine, "threads": usable}
     return hub.record_path("tuned", known)
 

@@ -380,8 +380,8 @@ def draft_vocabulary(
     # ties to the lower id: the same data gives the same vocabulary
     ranked = sorted(counts, key=lambda token: (-counts[token], token))
     ends = sorted(set(end_ids))
-    chosen = ends + [token for token in (*known, *ranked) if token not in set(ends)]
-    return np.sort(np.asarray(list(dict.fromkeys(chosen))[: max(size, len(ends))], np.int64))
+    chosen = list(dict.fromkeys((*ends, *known, *ranked)))
+    return np.sort(np.asarray(chosen[: max(size, len(ends))], np.int64))
 
 
 def vocabulary_coverage(examples: Iterable[Example], vocabulary: NDArray[np.int64]) -> dict[str, float]:

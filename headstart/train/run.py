@@ -216,8 +216,8 @@ class _TrainingRun:
             raise ModelError(what, RESTART_HINT) from error
 
     def _on_evaluation(self, trainer: Trainer, results: dict[str, Acceptance]) -> bool:
-        """Log the results, and export a head that is better than before. Returns whether to stop
-        (PATIENCE)."""
+        """Log the results, and export a head that is better than before. True: the run ends
+        early (PATIENCE)."""
         self.results, p = results, trainer.progress
         p.accepted = results["all"].cumulative
         row = {

@@ -40,7 +40,7 @@ def open_native(config: EngineConfig, files: tuple[Path, ...]) -> "NativeBackend
     size, available = sum(file.stat().st_size for file in files), machine.memory().available
     in_file = size > MAX_WEIGHTS * available
     cache = PackedCache.open(key_of(files, config.rounding) if files else None, in_file=in_file)
-    threads, cores = config.threads or machine.threads().usable, machine.threads().cores
+    threads, cores = machine.thread_count(config.threads), machine.threads().cores
     if threads > max(MAX_THREADS_PER_CORE * cores, MIN_THREAD_LIMIT):
         what = f"is {threads}, but this machine has {cores} cores: they would only wait for each other"
         raise ParameterError(named("threads"), what, LEAVE_OUT + ": it is what affinity and quota allow")

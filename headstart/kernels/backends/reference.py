@@ -21,7 +21,7 @@ def limits(config: EngineConfig) -> tuple[str, str] | None:
 def open_reference(config: EngineConfig, files: tuple[Path, ...]) -> "ReferenceBackend":
     from headstart.kernels.reference.backend import ReferenceBackend  # imports torch
 
-    threads = config.threads or machine.threads().usable
+    threads = machine.thread_count(config.threads)
     return ReferenceBackend(device="cuda" if config.device == "cuda" else "cpu", dtype=config.dtype, threads=threads)
 
 

@@ -20,7 +20,7 @@ from headstart.engine.load import Model, load_model
 from headstart.errors import UsageError
 from headstart.kernels.backend import backend_kind
 from headstart.kernels.ops import Profiler
-from headstart.machine import cpu, threads
+from headstart.machine import cpu, thread_count
 from headstart.tools import doctor
 from headstart.tools.options import StepFlags
 from headstart.tools.pass_timing import READ_RUNS, PrefilledEngine, held_bytes, readable_bytes, time_in_turns
@@ -293,7 +293,7 @@ def machine(model: Model, config: EngineConfig) -> dict[str, Any]:
     for package in backend_kind(model.backend.name).packages:
         versions[package] = doctor.installed_version(package) or "unknown"
     return {
-        "device": model.backend.runs_on, "cpu": cpu().model, "threads": config.threads or threads().usable,
+        "device": model.backend.runs_on, "cpu": cpu().model, "threads": thread_count(config.threads),
         "backend": model.backend.name, "path": getattr(model.backend, "path", None), "versions": versions,
     }  # fmt: skip
 

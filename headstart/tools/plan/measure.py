@@ -16,7 +16,7 @@ from headstart.config import EngineConfig
 from headstart.core import Float64, Progress, SamplingParams, Span
 from headstart.engine.load import Model as LoadedModel, load_model
 from headstart.errors import UsageError
-from headstart.machine import cpu, threads
+from headstart.machine import cpu, thread_count
 from headstart.noise import check_noise
 from headstart.tools import pass_timing
 from headstart.tools.plan.machine import HERE, DeviceSpec, Machine, Rates
@@ -60,7 +60,7 @@ def measured_machine(
         longest = loaded.config.max_length - PROMPT_ROWS
         passes = [replace(work, context=min(work.context, longest)) for work in CALIBRATION_PASSES]
         timer = PassTimer(loaded, config, passes, progress)
-        with check_noise(config.threads or threads().usable) as noise:
+        with check_noise(thread_count(config.threads)) as noise:
             measured = measure(timer, timer.time(passes, PASSES_BUDGET_S, progress), progress)
         if noise.is_disturbed:
             note = f"{noise.reason}; these rates are too low and were not kept: measure again on an idle machine"
@@ -82,7 +82,7 @@ def measure(timer: "PassTimer", seconds: Mapping[Pass, float], progress: Progres
     return {
         "version": VERSION,
         "cpu": cpu().model,
-        "threads": timer.config.threads or threads().usable,
+        "threads": thread_count(timer.config.threads),
         "backend": loaded.backend.name,
         "read_bandwidth": bandwidth,
         "memory": loaded.backend.free_memory(),
@@ -135,7 +135,7 @@ def cache_path(model: str | None, config: EngineConfig) -> Path:
     """Returns the cache file for measurements of these model files, options, threads, processor and VERSION."""
     trunk = hub.resolve(model)
     files = hub.file_stamps(sorted(trunk.glob("*.safetensors")) if trunk.is_dir() else [trunk])
-    settings = (config.backend, config.rounding, config.kv_cache_dtype, config.threads or threads().usable)
+    settings = (config.backend, config.rounding, config.kv_cache_dtype, thread_count(config.threads))
     return hub.record_path("plan", {"format": VERSION, "files": files, "settings": settings, "cpu": cpu().model})
 
 
