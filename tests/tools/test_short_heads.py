@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from tiny_models import write_tiny
 
+from headstart import noise
 from headstart.cli.main import main
-from headstart.tools import pass_timing
 from headstart.tools.plan import measure as here
 
 Capture = pytest.CaptureFixture[str]
@@ -19,7 +19,7 @@ def two_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("HEADSTART_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("headstart.tools.pass_timing.MAX_READ_BYTES", 1 << 16)
     monkeypatch.setattr(here, "PASSES_BUDGET_S", 0.1)
-    monkeypatch.setattr(pass_timing, "MAX_WAITING", 1e9)
+    monkeypatch.setattr(noise, "MAX_WAITING", 1e9)
     return str(write_tiny("mimo", tmp_path / "model", num_nextn_predict_layers=2))
 
 
