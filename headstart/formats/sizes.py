@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 NESTED = ("text_config", "llm_config", "language_config", "thinker_config", "transformer_layer_config")
@@ -58,6 +58,11 @@ def lookup(config: Mapping[str, Any], key: str) -> Any:
     for step in key.split("."):
         value = value.get(step) if isinstance(value, Mapping) else None
     return value
+
+
+def first_value(config: Mapping[str, Any], keys: Iterable[str]) -> Any:
+    """The value of the first of these keys that is set, where dots step into objects; None if none is."""
+    return next((value for key in keys if (value := lookup(config, key)) is not None), None)
 
 
 def as_size(value: object) -> int | None:

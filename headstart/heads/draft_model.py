@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.errors import ModelError
+from headstart.formats.sizes import first_value
 from headstart.heads.base import BlockSpec, Head
 from headstart.heads.kind import HeadKind
-from headstart.heads.published import first_value
 from headstart.layers.build import DecoderConfig
 from headstart.text.tokenizer import Tokenizer
 

@@ -27,7 +27,7 @@ from headstart.config import MAX_DEPTH
 from headstart.core import Float32
 from headstart.errors import ModelError, UsageError
 from headstart.formats.base import Tensor, make_tensor
-from headstart.formats.sizes import Sizes
+from headstart.formats.sizes import Sizes, first_value
 from headstart.heads.base import BlockSpec, HeadSpec
 from headstart.heads.kind import (
     DEFAULT_INNER,
@@ -52,7 +52,6 @@ from headstart.heads.published import (
     Present,
     block_shapes,
     draft_vocabulary,
-    first_value,
     latent_shapes,
 )
 from headstart.kernels.ops import Buffer, KVSpec, Ops, Pool, StepInputs, Weight

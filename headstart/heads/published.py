@@ -4,7 +4,7 @@ Each file of heads/ declares the formats of its kind in `HEAD.formats`, includin
 """
 
 import re
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -83,11 +83,6 @@ class DrafterFormat:
 
 
 MARK = "headstart_head"  # key of config.json of heads in headstart's own layout (heads/files.py)
-
-
-def first_value(document: Document, keys: Iterable[str]) -> Any:
-    """Value of the first of these keys that is set; None if none is."""
-    return next((document[key] for key in keys if document.get(key) is not None), None)
 
 
 def no_model(path: Path) -> ModelError:

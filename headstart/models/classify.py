@@ -19,7 +19,7 @@ from headstart.formats.json_object import read_object
 from headstart.formats.sizes import Sizes, as_size
 from headstart.heads.published import DrafterFormat, identify, identify_bare, published_formats
 from headstart.models.families import find_mtp_family
-from headstart.models.mtp import declared, first_value
+from headstart.models.mtp import declared, nested_value
 
 MTP, MODEL, UNKNOWN = "mtp", "draft_model", "unknown"
 OTHERS = {
@@ -70,7 +70,7 @@ def classify(config: Mapping[str, Any], names: Container[str] | None = None) -> 
     promised = (family.layout.declared(config) if family else declared(config)).modules
     if promised:
         if family and family.layout.method == "dspark":
-            block = as_size(first_value(config, family.layout.requires))
+            block = as_size(nested_value(config, family.layout.requires))
             kind = _model_kind(config, MTP, "dspark", family.layout.title, promised)
             return replace(kind, block=block, max_drafts=block)
         return _model_kind(config, MTP, "mtp", f"{family.layout.title if family else 'native'} MTP", promised)

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from headstart.errors import ModelError
-from headstart.formats.sizes import FULL as FULL, LINEAR as LINEAR, MAX_SIZE, SLIDING as SLIDING
+from headstart.formats.sizes import FULL as FULL, LINEAR as LINEAR, MAX_SIZE, SLIDING as SLIDING, first_value
 from headstart.kernels.ops import Activation, AttentionSpec, RouterSpec
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
@@ -38,7 +38,7 @@ def text_config(config: Config) -> tuple[Reading, bool]:
 def number(config: Config, *keys: str, default: int | None = None, least: int = 1, needs: str = "") -> int:
     """Whole number under the first of these keys that is present. least: minimum. needs: the part of the model that
     requires the key, for the error's hint."""
-    value = next((config[key] for key in keys if config.get(key) is not None), default)
+    value = default if (found := first_value(config, keys)) is None else found
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value // 1:
         hint = f"{needs} needs it" if needs else "is this a model directory?"
         raise ModelError(f"config.json: {keys[0]} is missing or not a number", hint)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from headstart.errors import ModelError
-from headstart.formats.sizes import NESTED, Sizes, as_size, lookup
+from headstart.formats.sizes import NESTED, Sizes, as_size, first_value, lookup
 from headstart.heads.base import MAX_MODULES
 from headstart.heads.published import DeclaredShapes
 
@@ -118,8 +118,8 @@ class MTPLayout:
 
     def serves(self, config: Mapping[str, Any]) -> bool:
         """True if the config has this layout (see `requires` and `unless`)."""
-        required = not self.requires or bool(first_value(config, self.requires))
-        return required and not (self.unless and first_value(config, self.unless))
+        required = not self.requires or bool(nested_value(config, self.requires))
+        return required and not (self.unless and nested_value(config, self.unless))
 
 
 DSPARK = MTPLayout(
@@ -136,9 +136,9 @@ DSPARK = MTPLayout(
 """A DSpark drafter (heads/block.py) in place of MTP modules. Families replace the title and the places of tensors."""
 
 
-def first_value(config: Mapping[str, Any], key: str) -> Any:
-    """The first value of a key that is not zero or empty, in one of PREFIXES; else None."""
-    return next(filter(None, (lookup(config, f"{prefix}{key}") for prefix in PREFIXES)), None)
+def nested_value(config: Mapping[str, Any], key: str) -> Any:
+    """The value of a key in the first of PREFIXES that has it; None if none has."""
+    return first_value(config, (prefix + key for prefix in PREFIXES))
 
 
 def declared(config: Mapping[str, Any], first: str = COUNT_KEYS[0], *, alone: bool = False) -> Declared:

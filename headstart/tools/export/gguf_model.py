@@ -4,6 +4,7 @@ Families are declared by data; their conversion is renaming, stacking of experts
 llama.cpp b11434 `conversion/{base,qwen,glm}.py`.
 """
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -166,7 +167,11 @@ def _tensors(architecture: LlamaCppDraft, planned: Mapping[str, Planned]) -> lis
         if match := EXPERT.fullmatch(name):
             experts.setdefault(f"blk.{match[1]}.ffn_{match[3]}_exps.weight", {})[int(match[2])] = each
         elif match := STACK.fullmatch(name):
-            made += _unfused(f"blk.{match[1]}", match[2], each, architecture)
+            count, rows, columns = each.shape
+            halves = {"gate": 0, "up": 1} if match[2] == "gate_up" else {"down": None}
+            for part, half in halves.items():
+                shape = (count, rows if half is None else rows // 2, columns)
+                made.append(_gguf_tensor(f"blk.{match[1]}.ffn_{part}_exps.weight", [each], shape, architecture, half))
         elif (new := gguf_name(name)) is None:
             raise ModelError(f"llama.cpp's {architecture.architecture} has no place for {each.name}")
         else:
@@ -177,15 +182,22 @@ def _tensors(architecture: LlamaCppDraft, planned: Mapping[str, Planned]) -> lis
     return made
 
 
-def _gguf_tensor(name: str, parts: list[Planned], shape: tuple[int, ...], architecture: LlamaCppDraft) -> GgufTensor:
+def _gguf_tensor(
+    name: str, parts: list[Planned], shape: tuple[int, ...], architecture: LlamaCppDraft, half: int | None = None
+) -> GgufTensor:
+    """half: the tensor is this half, 0 or 1, of the rows of each expert in one fused tensor."""
     plain = len(shape) == 1 or name.endswith(IN_FLOAT32)
     shift = architecture.norm_shift if name.endswith("norm.weight") else 0.0
+    size = math.prod(shape[1:])
 
     def fill(target: NDArray[Any]) -> None:
-        at = 0
+        read = at = 0
         for part in parts:
             for piece in part.pieces():
                 values = _converted(part, piece, plain, shift)
+                read += len(values)
+                if half is not None:
+                    values = values[np.arange(read - len(values), read) // size % 2 == half]
                 target[at : at + len(values)] = values
                 at += len(values)
 
@@ -201,21 +213,3 @@ def _converted(part: Planned, piece: NDArray[Any], plain: bool, shift: float) ->
         raise ModelError(f"tensor {part.name} is {part.dtype}, but must be floating-point")
     values = make_tensor(part.name, (len(raw) // size,), part.dtype, raw).float32()
     return values + np.float32(shift) if plain else bfloat16(values)[0]
-
-
-def _unfused(block: str, which: str, each: Planned, architecture: LlamaCppDraft) -> list[GgufTensor]:
-    """Splits the gate and up rows of a fused expert tensor [experts, rows, columns]."""
-    if which == "down":
-        return [_gguf_tensor(f"{block}.ffn_down_exps.weight", [each], each.shape, architecture)]
-    count, rows, columns = each.shape
-    half = (count, rows // 2, columns)
-
-    def fill(part: int, target: NDArray[Any]) -> None:
-        whole = np.empty(count * rows * columns, np.uint16)
-        _gguf_tensor("", [each], each.shape, architecture).fill(whole)
-        target[:] = whole.reshape(count, 2, -1)[:, part].reshape(-1)
-
-    return [
-        GgufTensor(f"{block}.ffn_{name}_exps.weight", "BF16", half, lambda target, part=part: fill(part, target))  # type: ignore[misc]
-        for part, name in enumerate(("gate", "up"))
-    ]
