@@ -30,6 +30,13 @@ def user_path(path: str | os.PathLike[str]) -> Path:
     return Path(path)
 
 
+def home_directory() -> Path:
+    """The user's home directory; without HOME and an entry in the user database `/`, as container runtimes set HOME."""
+    with suppress(RuntimeError):
+        return Path.home()
+    return Path(os.sep)
+
+
 def read_regular(path: Path, max_bytes: int | None = None) -> bytes:
     """The bytes of a regular file. Raises OSError, also for a pipe, a device, and a file of more than `max_bytes`."""
     with os.fdopen(os.open(path, _READ_FLAGS), "rb") as file:

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from headstart import _download, machine
 from headstart._download import DownloadFailed, WheelFile
 from headstart.errors import UsageError
-from headstart.files import user_path, write_atomic
+from headstart.files import home_directory, user_path, write_atomic
 from headstart.version import __version__
 
 HEADS = Path(__file__).parent / "heads"  # heads in this package: models/shipped_heads.py
@@ -75,11 +75,11 @@ def cache_dir() -> Path:
     if chosen := os.environ.get("HEADSTART_CACHE"):
         return user_path(chosen)
     if sys.platform == "win32":
-        base = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+        base = Path(os.environ.get("LOCALAPPDATA") or home_directory() / "AppData" / "Local")
     elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
+        base = home_directory() / "Library" / "Caches"
     else:
-        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        base = Path(os.environ.get("XDG_CACHE_HOME") or home_directory() / ".cache")
     return base / "headstart"
 
 

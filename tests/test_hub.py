@@ -233,6 +233,15 @@ def test_cache_folder_from_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_
     assert hub.cache_dir() == tmp_path / "own"
 
 
+def test_cache_folder_of_a_user_without_a_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Containers may run as a user id that no user database lists, without HOME."""
+    for variable in ("HEADSTART_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)
+    assert hub.cache_dir() == Path("/.cache/headstart")
+
+
 def test_models_in_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub, "CHECKPOINTS", tmp_path)
     (tmp_path / "toy-tiny").mkdir()

@@ -17,6 +17,7 @@ from headstart.cli.parser import HELP, HELP_ALL, Command, CommandGroup, all_comm
 from headstart.cli.render import flush_all, lost_stdout, prepare_streams, print_error, print_json, stdout_error
 from headstart.cli.settings import Settings
 from headstart.errors import INTERNAL, HeadstartError, UsageError, status_of
+from headstart.files import home_directory
 from headstart.options import Option, ParseError
 from headstart.system import TERMINATION_SIGNALS, Terminated
 from headstart.version import __version__
@@ -82,6 +83,7 @@ def _all_commands() -> dict[str, Command]:
 def run(arguments: list[str]) -> int:
     """Run the command that `arguments` name and flush all output; returns the exit code."""
     prepare_streams()
+    os.environ.setdefault("HOME", str(home_directory()))  # huggingface_hub fails without a home directory
     places: dict[str, str] = {}  # where options are set, by flag
     try:
         with _interruptible():
@@ -198,6 +200,8 @@ def _system_error(error: Exception) -> tuple[str, str, int] | None:
         return "the memory is full", "close other programs, or take a smaller model, context or batch", USAGE_EXIT_CODE
     if not isinstance(error, OSError) or error.errno not in SYSTEM_HINTS:
         return None
+    if error.filename is None and error.errno == errno.ENOENT:  # of os.getcwd(); other errors name a file
+        return "the working directory no longer exists", "change to another folder", USAGE_EXIT_CODE
     if error.filename is None and error.errno not in WRITE_HINTS:
         return None
     where = f"{os.fsdecode(error.filename)}: " if isinstance(error.filename, str | bytes) else "cannot write: "

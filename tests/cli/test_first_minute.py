@@ -156,6 +156,17 @@ PROGRAM = "import sys; print(flush=True); from headstart.cli.main import main; s
 """The `headstart` script with a line of output when Python has started: before that, Python handles Ctrl-C."""
 
 
+HOMELESS = "import pwd, sys; pwd.getpwuid = {}.__getitem__; from headstart.cli.main import main; sys.exit(main())"
+
+
+@pytest.mark.parametrize("command", ["doctor", "models"])
+def test_user_without_a_home_directory(command: str) -> None:
+    """The user database does not have the user id, as in containers; HOME is not set."""
+    variables = ("HOME", "HEADSTART_CACHE", "XDG_CACHE_HOME", "HF_HOME")
+    environment = {name: value for name, value in os.environ.items() if name not in variables}
+    expect(wait_outcome(start(command, program=("-c", HOMELESS), env=environment), (command,)), 0)
+
+
 @pytest.mark.parametrize("seconds", [0.1, 0.2, 0.4, 0.7])
 def test_ctrl_c_during_start(seconds: float, paths: Paths) -> None:
     words = ("generate", paths["MODEL"], "--prompt", "Hi", "--max-tokens", "400", "--ignore-eos")

@@ -12,7 +12,7 @@ from typing import Any
 
 from headstart.core import Progress
 from headstart.errors import CapacityError, ModelError, UsageError
-from headstart.files import DISK_FULL, atomic_folder
+from headstart.files import DISK_FULL, atomic_folder, home_directory
 from headstart.formats.base import PIECE_BYTES
 from headstart.formats.json_object import read_object
 from headstart.formats.safetensors import CONFIG, Planned, write_stream
@@ -100,7 +100,7 @@ def check_target(out: Path, force: bool, sources: Sequence[Path] = ()) -> None:
         raise UsageError(f"{out} is not a directory", "give --out another name")
     if out.exists() and not force:
         raise UsageError(f"{out} exists", "give --out a new name, or --force to replace it")
-    for what, folder in (("the working directory", Path.cwd()), ("your home directory", Path.home())):
+    for what, folder in (("the working directory", Path.cwd()), ("your home directory", home_directory())):
         if target == folder.resolve() or target in folder.resolve().parents:
             raise UsageError(f"{out} is or holds {what}", "give --out another directory")
     if os.path.ismount(target) or (target / ".git").exists():

@@ -65,6 +65,16 @@ def test_unwritable_target_is_reported(command: str, model: Path, capsys: Captur
     assert "cannot write /proc/headstart/out" in capsys.readouterr().err
 
 
+def test_removed_working_directory_is_reported(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main([*COMMANDS["export"](model), "-o", str(tmp_path / "out")]) == 2
+    assert "the working directory no longer exists" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interrupted_export_leaves_no_files(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, number: signal.Signals
