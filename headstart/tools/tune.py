@@ -5,9 +5,9 @@ import math
 import shlex
 import subprocess
 import time
-from collections.abc import Mapping, Sequence as Seq
 from contextlib import suppress
 from dataclasses import astuple, dataclass, field, replace
+from functools import partial
 from statistics import mean
 from typing import Any
 
@@ -21,9 +21,8 @@ from headstart.tools.bench import workloads
 from headstart.tools.bench.document import BenchCell, Interval
 from headstart.tools.bench.http import CHAT, HttpTarget
 from headstart.tools.bench.inprocess import InProcessTarget
-from headstart.tools.bench.measure import OFF, SERVER, BenchTarget, Notify, RequestLoad, RunOutcome, measure, warm_up
+from headstart.tools.bench.measure import OFF, SERVER, BenchTarget, RequestLoad, measure, warm_up
 from headstart.tools.bench.summary import speedup
-from headstart.tools.bench.workloads import Task
 from headstart.tools.options import TuneFlags
 from headstart.tools.saved import TunedSetting, load_setting, save_setting
 from headstart.tools.server_process import start_server
@@ -232,62 +231,42 @@ def _at_server(options: TuneOptions) -> list[Candidate]:
     return [Candidate(SERVER, depth, target) for depth in (AUTO, *DEPTHS)]
 
 
-class StartedServer:
-    """A BenchTarget: a server that is restarted with another command for each mode. Raises UsageError if another server
-    answers at its address, or if the command ends before the server answers."""
-
-    chunked_prefill: bool | None = None
-    is_local = True
-    modes = (OFF,)
+class StartedServer(HttpTarget):
+    """A server that is restarted with another command for each mode. Raises UsageError if another server answers at
+    its address, or if the command ends before the server answers."""
 
     def __init__(self, server: client.Server, command: str, off: str, model: str | None) -> None:
-        self._server, self._commands, self._model = server, (command, off), model
+        self._commands, self._model = (command, off), model
         self._mode: str | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        if self._answers():
+        if self._answers(server):
             raise UsageError(f"a server answers at {server} already", "stop it: --start starts one for each depth")
-        self._target = self._start(OFF)
-
-    @property
-    def description(self) -> Mapping[str, Any]:
-        return self._target.description
-
-    def is_alive(self) -> bool:
-        return self._target.is_alive()
-
-    def count_tokens(self, text: str) -> int:
-        return self._target.count_tokens(text)
-
-    def check(self, tasks: Seq[Task]) -> None:
-        self._target.check(tasks)
-
-    def settle(self, tasks: Seq[Task], mode: str) -> None:
-        self._start(mode).settle(tasks, SERVER)
-
-    def run(self, tasks: Seq[Task], mode: str, load: RequestLoad, notify: Notify) -> RunOutcome:
-        return self._start(mode).run(tasks, SERVER, load, notify)
+        self._start(server, OFF)
+        super().__init__(server, model=model)
 
     def close(self) -> None:
-        if self._process is None:
-            return
-        stop_process_group(self._process)  # the command may have started processes of its own
-        self._process = None
+        if self._process is not None:
+            stop_process_group(self._process)  # the command may have started processes of its own
+            self._process = None
 
-    def _start(self, mode: str) -> HttpTarget:
+    def _server_of(self, mode: str) -> tuple[client.Server, dict[str, Any]]:
+        self._start(self._server, mode)
+        return super()._server_of(SERVER)
+
+    def _start(self, server: client.Server, mode: str) -> None:
         if mode == self._mode:
-            return self._target
+            return
         self.close()
         command = self._commands[1] if mode == OFF else self._commands[0].replace("{depth}", mode)
-        self._process = start_server(shlex.split(command), self._answers)
-        self._mode, self._target = mode, HttpTarget(self._server, model=self._model)
-        return self._target
+        self._process = start_server(shlex.split(command), partial(self._answers, server))
+        self._mode = mode
 
-    def _answers(self) -> bool:
+    def _answers(self, server: client.Server) -> bool:
         """Returns whether the server completes a text: some servers answer other paths while they load."""
         with suppress(UsageError, OSError, ValueError):
-            name = client.find_model(self._server, self._model)["id"]
+            name = client.find_model(server, self._model)["id"]
             body = {"model": name, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
-            return asyncio.run(client.post(self._server, CHAT, body)).status == 200
+            return asyncio.run(client.post(server, CHAT, body)).status == 200
         return False
 
 
