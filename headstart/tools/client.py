@@ -8,7 +8,7 @@ import asyncio
 import json
 import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Self
 from urllib.parse import urljoin, urlsplit
@@ -235,15 +235,22 @@ def _add_choices(document: dict[str, Any], answer: Response, now: float) -> None
             answer.text += text
 
 
+def ask(server: Server, request: Coroutine[Any, Any, Response]) -> Response:
+    """Returns the response to a request. Raises UsageError for a server that cannot be reached or refuses the key."""
+    try:
+        answer = asyncio.run(request)
+    except (OSError, ValueError) as error:  # ValueError: an invalid host name or response
+        hint = "is the server running, and the address right? headstart serve --port 8000 starts one"
+        raise UsageError(f"cannot reach {server}: {error_reason(error)}", hint) from None
+    if answer.status in (401, 403):
+        raise UsageError(f"{server} refuses the API key", "give a valid one with --api-key, or HEADSTART_API_KEY")
+    return answer
+
+
 def list_models(server: Server) -> list[dict[str, Any]]:
     """Returns the entries of /v1/models, each with an id. Raises UsageError for a server that cannot be reached, wants
     another API key, or does not list models."""
-    try:
-        answer = asyncio.run(get(server, MODELS))
-    except (OSError, UnicodeError) as error:  # UnicodeError: an invalid host name
-        raise unreachable(server, error) from None
-    if answer.status in (401, 403):
-        raise refused_key(server)
+    answer = ask(server, get(server, MODELS))
     try:
         listed: list[dict[str, Any]] = json.loads(answer.body)["data"]
         if listed and all(isinstance(each["id"], str) for each in listed):
@@ -284,15 +291,6 @@ async def read_counters(server: Server) -> engine_metrics.EngineCounters | None:
         if answer.status == 200 and (read := engine_metrics.read(answer.body)):
             return read
     return None
-
-
-def unreachable(server: Server, error: Exception) -> UsageError:
-    hint = "is the server running, and the address right? headstart serve --port 8000 starts one"
-    return UsageError(f"cannot reach {server}: {error_reason(error)}", hint)
-
-
-def refused_key(server: Server) -> UsageError:
-    return UsageError(f"{server} refuses the API key", "give a valid one with --api-key, or HEADSTART_API_KEY")
 
 
 def error_reason(error: Exception) -> str:

@@ -1,6 +1,5 @@
 """`headstart ps` and `headstart stop`: models in the memory of a running server, through Ollama's API."""
 
-import asyncio
 import json
 from collections.abc import Coroutine
 from datetime import UTC, datetime
@@ -8,7 +7,7 @@ from typing import Any
 
 from headstart.core import Report
 from headstart.errors import UsageError
-from headstart.tools.client import Response, Server, get, get_object, post, refused_key, unreachable
+from headstart.tools.client import Response, Server, ask, get, get_object, post
 
 MAX_DAYS = 10 * 365  # a model that expires later than that stays loaded
 
@@ -44,13 +43,8 @@ def until(expires_at: str) -> str:
 
 
 def _request(server: Server, request: Coroutine[Any, Any, Response]) -> dict[str, Any]:
-    """Returns the JSON object of a response. Raises UsageError for an unreachable server or an error status."""
-    try:
-        answer = asyncio.run(request)
-    except (OSError, ValueError) as error:  # ValueError: an invalid host name
-        raise unreachable(server, error) from None
-    if answer.status in (401, 403):
-        raise refused_key(server)
+    """Returns the JSON object of a response. Raises UsageError as `client.ask`, and for an error status."""
+    answer = ask(server, request)
     try:
         document = json.loads(answer.body)
     except ValueError:
