@@ -186,6 +186,11 @@ def readable_bytes(backend: Backend) -> int:
     return min(MAX_READ_BYTES, backend.free_memory() // 4)
 
 
+def kv_bytes(model: Model) -> int:
+    """Returns the bytes of the trunk's KV cache per position."""
+    return sum(model.backend.kv_bytes(spec) for spec in model.decoder.kv_specs)
+
+
 def held_bytes(*parts: Any) -> int:
     """Returns the bytes of all weights in modules, each counted once; of experts only those that one row uses."""
     sizes: dict[int, int] = {}

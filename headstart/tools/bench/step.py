@@ -23,7 +23,7 @@ from headstart.kernels.ops import Profiler
 from headstart.machine import cpu, thread_count
 from headstart.tools import doctor
 from headstart.tools.options import StepFlags
-from headstart.tools.pass_timing import READ_RUNS, PrefilledEngine, held_bytes, readable_bytes, time_in_turns
+from headstart.tools.pass_timing import READ_RUNS, PrefilledEngine, held_bytes, kv_bytes, readable_bytes, time_in_turns
 from headstart.tools.prompts import builtin_prompts
 from headstart.version import __version__
 
@@ -109,7 +109,7 @@ def run(options: StepOptions, progress: Progress = no_progress) -> Report:
         "model": bench.model.name,
         "machine": machine(bench.model, options.config),
         "weights": {"format": weight_format(bench.model, options.config), "bytes_per_pass": weight_bytes(bench.model)},
-        "kv_bytes_per_position": sum(bench.model.backend.kv_bytes(spec) for spec in bench.model.decoder.kv_specs),
+        "kv_bytes_per_position": kv_bytes(bench.model),
         "state_bytes": sum(bench.model.backend.state_bytes(spec) for spec in bench.model.decoder.state_specs),
         "read_bandwidth": {"gb_per_s": bandwidth / 1e9, "buffer_bytes": read_bytes, "runs": READ_RUNS},
         "context": options.context,

@@ -217,7 +217,7 @@ class _LayerProgress:
     def before(self, layer: int) -> None:
         config, tensors = self.model.config, self.model.checkpoint.tensors.values()
         total = sum(tensor.nbytes for tensor in tensors)
-        sizes = [_size(each, config.hidden_size) for each in config.layers]
+        sizes = [each.cost(config.hidden_size).weights for each in config.layers]
         scale = total / max(sum(sizes), 1)
         left = scale * sum(sizes[layer:])
         text = f"reading layer {layer + 1} of {len(sizes)}, {left / 1e9:.3g} GB to read"
@@ -226,13 +226,6 @@ class _LayerProgress:
             seconds = (time.monotonic() - self.started) * left / max(read, 1)
             text += f", about {_duration(seconds)}"
         self.progress(int(sum(sizes[:layer]) / 1e6), int(sum(sizes) / 1e6), text)
-
-
-def _size(layer: Any, hidden: int) -> int:
-    """Elements of a layer."""
-    cost = layer.cost(hidden)
-    experts = cost.feed_forward.experts * cost.feed_forward.expert_weights
-    return int(cost.mixer.weights + cost.feed_forward.weights + experts)
 
 
 def _duration(seconds: float) -> str:

@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import zip_longest
 from typing import Any, Protocol
 
 from headstart.errors import UsageError
@@ -29,13 +30,10 @@ def parse_version(text: str) -> Version:
     return tuple(int(number) for number in numbers)
 
 
-def sort_key(version: Version) -> Version:
-    """Returns the version padded with zeros to 8 numbers, so that 0.32 equals 0.32.0."""
-    return (*version, *(0 for _ in range(8 - len(version))))
-
-
 def at_least(version: Version, bound: str) -> bool:
-    return sort_key(version) >= sort_key(parse_version(bound))
+    """Returns whether a version is `bound` or newer; 0.32 equals 0.32.0."""
+    pairs = zip_longest(version, parse_version(bound), fillvalue=0)
+    return next((own > other for own, other in pairs if own != other), True)
 
 
 def is_within(version: Version, since: str, until: str | None) -> bool:
@@ -65,7 +63,7 @@ class PublishedArguments:
 
     def nearest(self, version: Version) -> str:
         """Returns the newest recorded version that is not above `version`, else the oldest recorded one."""
-        below = [name for name in self.versions if sort_key(parse_version(name)) <= sort_key(version)]
+        below = [name for name in self.versions if at_least(version, name)]
         return below[-1] if below else self.versions[0]
 
     def has(self, name: str, version: Version) -> bool:
@@ -412,7 +410,7 @@ def _unknown_keys(known: PublishedArguments, version: Version, entries: Mapping[
             yield f"{key!r} in {base}"
         elif known.words(name) and isinstance(value, str) and not known.has(f"{name}={value}", version):
             had = [each for each in known.versions if each in known.arguments.get(f"{name}={value}", ())]
-            is_older = had and sort_key(parse_version(had[-1])) < sort_key(parse_version(known.nearest(version)))
+            is_older = had and not at_least(parse_version(had[-1]), known.nearest(version))
             yield f"{key} {value}" + (f" (it was there in {had[-1]})" if is_older else "")
 
 

@@ -8,8 +8,8 @@ import heapq
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cache
+from dataclasses import MISSING, dataclass, fields, replace
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -37,7 +37,6 @@ _PARTS = {
     "share": re.compile(rf"p{_NUMBER}"),
     "network": re.compile(rf"{_NUMBER}\s*gbit\s*/\s*s"),
 }
-_OPTIONAL = ("share", "network")
 MAX_ENGINES = 8
 """Engines in a simulation. Larger fleets are scaled down together with their load: 8 and 80 engines queue alike."""
 MAX_MACHINES = 2**16
@@ -85,7 +84,7 @@ def parse_load(text: str) -> FleetLoad:
             raise UsageError(f"--fleet: {part!r} gives {name.removesuffix('_s')} a second time", "give it once")
         value, unit = float(match[1]), match[2] if match.re.groups > 1 else ""
         found[name] = value / PER_SECOND[unit] if name == "rate" else value * SECONDS.get(unit, 1.0)
-    if missing := [each.name for each in fields(FleetLoad) if each.name not in {*found, *_OPTIONAL}]:
+    if missing := [each.name for each in fields(FleetLoad) if each.default is MISSING and each.name not in found]:
         shown = {"rate": "req/s", "prompt": "in", "output": "out", "ttft_s": "TTFT", "tpot_s": "TPOT"}
         names = ", ".join(shown[each] for each in missing)
         raise UsageError(f"--fleet lacks {names}", f"for example --fleet {EXAMPLE}")
@@ -174,7 +173,19 @@ def simulate_disaggregated(
 ) -> DisaggregatedFleet:  # fmt: skip
     """Simulates separate prefill and decode machines. `transfer_s` [requests]: seconds to transfer each prompt's KV
     cache. The decode machine computes the last token of a prompt again."""
-    first = _simulate_side(prefill, replace(arrivals, outputs=np.ones_like(arrivals.outputs)), num_prefill)
+    first = _simulate_prefill(prefill, arrivals, num_prefill)
+    return _simulate_decode(arrivals, transfer_s, first, decode, num_prefill, num_decode)
+
+
+def _simulate_prefill(prefill: EngineLimits, arrivals: simulate.Arrivals, engines: int) -> simulate.SimulationResult:
+    return _simulate_side(prefill, replace(arrivals, outputs=np.ones_like(arrivals.outputs)), engines)
+
+
+def _simulate_decode(
+    arrivals: simulate.Arrivals, transfer_s: NDArray[np.float64], first: simulate.SimulationResult,
+    decode: EngineLimits, num_prefill: int, num_decode: int,
+) -> DisaggregatedFleet:  # fmt: skip
+    """Simulates the transfers and decode machines. `first`: the result of the prefill machines."""
     arrived = transfer_ends(arrivals.times + first.ttft_s, transfer_s, min(num_prefill, num_decode))
     order = np.argsort(arrived, kind="stable")
     computed = arrivals.prompts[order] - 1
@@ -284,13 +295,16 @@ class FleetPlanner:
         slots = [self._max_sequences(tokens) for tokens in (load.prompt, load.prompt + load.output)]
         prefill, decode = (EngineLimits(step=steps, slots=each, rows=self._rows) for each in slots)
 
+        prefilled = cache(partial(_simulate_prefill, prefill, arrivals))
+
         def prefills_in_time(machines: int) -> bool:
-            run = _simulate_side(prefill, replace(arrivals, outputs=np.ones_like(arrivals.outputs)), machines)
-            return simulate.percentile(simulate.after_warm_up(run.ttft_s + transfer_s), load.share) <= load.ttft_s
+            ttft_s = prefilled(machines).ttft_s + transfer_s
+            return simulate.percentile(simulate.after_warm_up(ttft_s), load.share) <= load.ttft_s
 
         @cache
         def result(num_prefill: int, num_decode: int) -> DisaggregatedFleet:
-            return simulate_disaggregated(arrivals, transfer_s, prefill, decode, num_prefill, num_decode)
+            first = prefilled(num_prefill)
+            return _simulate_decode(arrivals, transfer_s, first, decode, num_prefill, num_decode)
 
         fewest = smallest(prefills_in_time, limit)
         for num_prefill in () if fewest is None else range(fewest, fewest + MORE_PREFILL_MACHINES):

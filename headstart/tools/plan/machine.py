@@ -86,16 +86,15 @@ class Machine:
 
 def find_device(name: str) -> DeviceSpec:
     """Returns a device by any usual spelling (rtx-4090, RTX4090, 4090). Raises ParameterError for an unknown name."""
-    for item in CATALOGUE["devices"]:
-        if _normalized(name) in map(_normalized, item["names"]):
-            return DeviceSpec(
-                name=item["names"][0], memory=item["memory_mib"] * 2**20, bandwidth=item["bandwidth_gb_s"] * 1e9,
-                tflops=item["tflops"], kind=item["class"], source=item["source"],
-                platform=item.get("platform", PLATFORM_OF[item["class"]]),
-                link=item["link_gb_s"] * 1e9 if "link_gb_s" in item else None, link_s=item.get("link_us", 0) * 1e-6,
-            )  # fmt: skip
-    known = [HERE, *(item["names"][0] for item in CATALOGUE["devices"])]
-    raise ParameterError("--gpu", f"is {name!r}, which is not in the catalogue", f"known: {', '.join(known)}")
+    if (item := DEVICES.get(_normalized(name))) is None:
+        known = [HERE, *(item["names"][0] for item in CATALOGUE["devices"])]
+        raise ParameterError("--gpu", f"is {name!r}, which is not in the catalogue", f"known: {', '.join(known)}")
+    return DeviceSpec(
+        name=item["names"][0], memory=item["memory_mib"] * 2**20, bandwidth=item["bandwidth_gb_s"] * 1e9,
+        tflops=item["tflops"], kind=item["class"], source=item["source"],
+        platform=item.get("platform", PLATFORM_OF[item["class"]]),
+        link=item["link_gb_s"] * 1e9 if "link_gb_s" in item else None, link_s=item.get("link_us", 0) * 1e-6,
+    )  # fmt: skip
 
 
 def _normalized(name: str) -> str:
@@ -103,12 +102,14 @@ def _normalized(name: str) -> str:
     return re.sub(r"nvidia|geforce|amd|instinct|radeon|intel|apple|(?<=\d)-?gb?$|[^a-z0-9]", "", name.lower())
 
 
+DEVICES = {_normalized(name): item for item in CATALOGUE["devices"] for name in item["names"]}
+
+
 def parse_gpu(text: str) -> tuple[str, int]:
     """Parses 'h200x4' to ('h200', 4); a device name that itself ends in x and digits is not split. Raises UsageError
     for a text of another form; the name may still be unknown."""
     text = text.strip().lower()
-    known = {_normalized(name) for item in CATALOGUE["devices"] for name in item["names"]} | {HERE}
-    if _normalized(text) in known:
+    if text == HERE or _normalized(text) in DEVICES:
         return text, 1
     match = _GPU.fullmatch(text)
     if not match:

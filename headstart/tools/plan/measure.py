@@ -91,7 +91,7 @@ def measure(timer: "PassTimer", seconds: Mapping[Pass, float], progress: Progres
         "draft_step": drafts,
         "layer_bytes": pass_timing.held_bytes(loaded.decoder.layers),
         "lm_head_bytes": pass_timing.held_bytes(loaded.decoder.lm_head),
-        "cache_bytes": cache_bytes(loaded),  # of one position
+        "cache_bytes": pass_timing.kv_bytes(loaded),  # of one position
     }
 
 
@@ -199,14 +199,11 @@ class PassTimer(pass_timing.PrefilledEngine):
 
 
 def _check_memory(loaded: LoadedModel, positions: int) -> None:
-    needed, free = positions * (loaded.config.hidden_size * 4 + cache_bytes(loaded)), loaded.backend.free_memory()
+    free = loaded.backend.free_memory()
+    needed = positions * (loaded.config.hidden_size * 4 + pass_timing.kv_bytes(loaded))
     if needed > MEMORY_SHARE * free:
         what = f"the caches of this measurement need {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
         raise UsageError(what, "measure fewer sequences or shorter contexts")
-
-
-def cache_bytes(loaded: LoadedModel) -> int:
-    return sum(loaded.backend.kv_bytes(spec) for spec in loaded.decoder.kv_specs)
 
 
 def fit_rates(

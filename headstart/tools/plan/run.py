@@ -78,13 +78,21 @@ class PlanOptions(PlanFlags):
 def run(options: PlanOptions, progress: Progress = no_progress) -> Report:
     """Predicts speed, memory and cost. `ok` is false if the weights do not fit. Raises UsageError or ModelError."""
     name, count = parse_gpu(options.gpu)
+    if name != HERE and options.recalibrate:
+        raise UsageError("--recalibrate measures this machine", "use it with --gpu here")
     prices = options.prices(name if name == HERE else find_device(name).name)
     trunk = find_shape(options.model, None if name == HERE else options.weights)
     context = _context(options, trunk)
     shapes = _shapes(options, trunk, here=name == HERE)
-    sized = [_sized_model(options, name, count, shape, progress) for shape in shapes]
-    drafting = [roofline.DraftingSetup(model, *_acceptances(options, model.shape)) for model, _ in sized]
-    machine, load = sized[0][1], options.load
+    if name == HERE:
+        (shape,) = shapes
+        model, machine = _measured(options, count, shape, progress)
+        models = [model]
+    else:
+        models = [SizedModel(shape=shape, kv=kv_bytes(options.kv_dtype or "bf16")) for shape in shapes]
+        machine = make_machine(name, count, models[0].format.compute, tp=options.tp, ep=options.ep)
+    drafting = [roofline.DraftingSetup(model, *_acceptances(options, model.shape)) for model in models]
+    load = options.load
     data = _document(options, drafting, machine, context, prices)
     if load and data["memory"]["fits"]:
         hour = None if prices.hour is None else prices.hour.dollars * machine.count
@@ -128,14 +136,8 @@ def _acceptances(options: PlanOptions, shape: ModelShape) -> tuple[tuple[float, 
     return values, f"{kind.title}: acceptances {shown} by position, the last for later positions too: {source}"
 
 
-def _sized_model(
-    options: PlanOptions, name: str, count: int, shape: ModelShape, progress: Progress
-) -> tuple[SizedModel, Machine]:
-    if name != HERE:
-        if options.recalibrate:
-            raise UsageError("--recalibrate measures this machine", "use it with --gpu here")
-        model = SizedModel(shape=shape, kv=kv_bytes(options.kv_dtype or "bf16"))
-        return model, make_machine(name, count, model.format.compute, tp=options.tp, ep=options.ep)
+def _measured(options: PlanOptions, count: int, shape: ModelShape, progress: Progress) -> tuple[SizedModel, Machine]:
+    """Measures the model on this machine. Raises UsageError for options that only a named machine has."""
     if options.model in CARD_OF and not (options.model and Path(options.model).exists()):
         hint = "name a machine, for example --gpu h200x4"
         raise UsageError(f"{options.model} is a card without weights, so it cannot be measured here", hint)
