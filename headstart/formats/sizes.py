@@ -33,7 +33,7 @@ SIZE_KEYS: Mapping[str, tuple[str, ...]] = {
     # of drafters
     "target_hidden": ("target_hidden_size", "backbone_hidden_size"),
     "draft_vocabulary": ("draft_vocab_size", "truncated_vocab_size"),
-    "markov_rank": ("markov_rank", "dspark_markov_rank", "dspark_config.markov_rank"),
+    "markov_rank": ("markov_rank", "dspark_markov_rank", "dspark_config.markov_rank", "dflash_config.markov_rank"),
     "taps": (
         "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids",
         "eagle_config.eagle_aux_hidden_state_layer_ids", "dflash_config.target_layer_ids", "target_layer_ids",

@@ -9,7 +9,7 @@ from headstart.config import MAX_DEPTH
 from headstart.errors import ModelError, UsageError
 from headstart.formats.json_object import read_packaged
 from headstart.formats.rows import in_memory
-from headstart.formats.sizes import SIZE_KEYS, as_size, lookup, text_config
+from headstart.formats.sizes import Sizes
 from headstart.heads import assistant
 from headstart.heads.base import HeadSpec
 from headstart.heads.kind import HeadCheckpoint, head_kind
@@ -169,9 +169,8 @@ def draft_model(shape: ModelShape, draft: ModelShape) -> ModelShape:
 
 def from_config(shape: ModelShape, drafter: DrafterKind, name: str, config: Config) -> ModelShape:
     """Returns the shape with the drafter of a config.json. Raises ModelError for a kind that plan cannot describe."""
-    kind, text = TYPE_OF_FILES.get(drafter.kind), text_config(config)
-    hidden = as_size(text.get("hidden_size")) or shape.hidden_size
-    vocab = drafter.draft_vocab_size or as_size(text.get("vocab_size")) or shape.vocab_size
+    kind, sizes = TYPE_OF_FILES.get(drafter.kind), Sizes(config)
+    hidden, vocab = sizes.get("hidden") or shape.hidden_size, drafter.draft_vocab_size or shape.vocab_size
     if kind is None:
         hint = f"give --drafter instead, one of {', '.join(DRAFTER_TYPES)}, for a typical drafter"
         raise ModelError(f"{name} is a drafter of a kind that plan does not describe: {drafter.title}", hint)
@@ -179,40 +178,31 @@ def from_config(shape: ModelShape, drafter: DrafterKind, name: str, config: Conf
         medusa = replace(typical_drafter(shape, "medusa"), max_depth=drafter.num_modules, assumed=False, source=name)
         return _replace_drafter(shape, medusa)
     if kind == "assistant":  # reads the model's keys
-        reader = assistant.read({"text_config": text, **config}, {}, Path(name)).spec.reader
+        reader = assistant.read({"text_config": sizes.config, **config}, {}, Path(name)).spec.reader
         costs = [layer.cost(hidden) for layer in reader.layers] if reader else []
     else:
-        sizes = read_common({"vocab_size": vocab, **text})
-        costs = [layer.cost(sizes.hidden_size) for layer in sizes.layers]
-    layers = tuple(LayerGroup(1, cost) for cost in costs)
+        common = read_common({"vocab_size": vocab, **sizes.config})
+        costs = [layer.cost(common.hidden_size) for layer in common.layers]
+    layers = [LayerGroup(1, cost) for cost in costs]
     if kind in ("dflash", "dspark"):
-        built = _block_drafter(shape, drafter, text, layers)
+        typical, projection = typical_drafter(shape, "dflash"), sizes["taps"] * shape.hidden_size * hidden
+        depth = drafter.max_drafts or typical.max_depth
+        built = replace(typical, kind=kind, vocab_size=vocab, projection=projection, max_depth=depth)
+        built = _with_markov(built, sizes.get("markov_rank") or 0)
     elif kind == "assistant":
-        projection = 3 * shape.hidden_size * hidden
-        built = DrafterShape(kind=kind, hidden_size=hidden, vocab_size=vocab, layers=layers, projection=projection)
-        built = replace(built, own_vocab=vocab * hidden)
+        built = DrafterShape(
+            kind=kind, hidden_size=hidden, vocab_size=vocab, projection=3 * shape.hidden_size * hidden,
+            own_vocab=vocab * hidden,
+        )  # fmt: skip
     else:
-        mixer = costs[0].mixer
+        mixer, typical = costs[0].mixer, typical_drafter(shape, kind)
         # the first layer's q, k and v read two vectors
         wider = replace(mixer, weights=2 * mixer.weights - mixer.entry_work // 2 * hidden)
-        first = LayerGroup(1, replace(costs[0], mixer=wider))
-        built = replace(typical_drafter(shape, kind), layers=(first, *layers[1:]), vocab_size=vocab)
-        built = replace(built, projection=built.projection // shape.hidden_size * hidden, own_vocab=vocab * hidden)
-    return _replace_drafter(shape, replace(built, hidden_size=hidden, assumed=False, source=name))
-
-
-def _block_drafter(
-    shape: ModelShape, drafter: DrafterKind, config: Config, layers: tuple[LayerGroup, ...]
-) -> DrafterShape:
-    sizes = (as_size(lookup(config, key)) for key in SIZE_KEYS["taps"])
-    typical, hidden = typical_drafter(shape, "dflash"), as_size(config.get("hidden_size")) or shape.hidden_size
-    taps = next((size for size in sizes if size), typical.projection // shape.hidden_size**2)
-    built = replace(
-        typical, kind=TYPE_OF_FILES[drafter.kind], vocab_size=drafter.draft_vocab_size or shape.vocab_size,
-        layers=layers, projection=taps * shape.hidden_size * hidden, max_depth=drafter.max_drafts or typical.max_depth,
-    )  # fmt: skip
-    ranks = (as_size(lookup(config, key)) for key in (*SIZE_KEYS["markov_rank"], "dflash_config.markov_rank"))
-    return _with_markov(built, next((rank for rank in ranks if rank), 0))
+        layers[0] = LayerGroup(1, replace(costs[0], mixer=wider))
+        projection = typical.projection // shape.hidden_size * hidden
+        built = replace(typical, vocab_size=vocab, projection=projection, own_vocab=vocab * hidden)
+    built = replace(built, layers=tuple(layers), hidden_size=hidden, assumed=False, source=name)
+    return _replace_drafter(shape, built)
 
 
 def from_head(shape: ModelShape, head: HeadCheckpoint, name: str) -> ModelShape:
