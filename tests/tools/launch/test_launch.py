@@ -179,9 +179,10 @@ def test_vllm_speculative_config_by_version(version: str, method: str, by_batch:
     assert found == {"method": method, "num_speculative_tokens": 2, **by_batch}
 
 
-def test_vllm_uses_its_own_multi_node_mode() -> None:
-    made = plan_for("vllm", parallel=Parallelism(gpus=16, tensor=16, nodes=2, head_node="10.0.0.1"))
-    first, second = (step.words for step in made.serve)
+@pytest.mark.parametrize("extra", [(), ("--distributed-executor-backend", "mp")])
+def test_vllm_uses_its_own_multi_node_mode(extra: tuple[str, ...]) -> None:
+    made = plan_for("vllm", parallel=Parallelism(gpus=16, tensor=16, nodes=2, head_node="10.0.0.1"), extra=extra)
+    first, second = (step.words[: len(step.words) - len(extra)] for step in made.serve)
     assert first[-8:] == ("--nnodes", "2", "--node-rank", "0", "--master-addr", "10.0.0.1", "--master-port", "29501")
     assert second[-1] == "--headless" and "--headless" not in first
     assert not made.before and [step.port for step in made.serve] == [8000, None]

@@ -67,10 +67,8 @@ class Vllm(EngineLauncher, data="vllm.json"):
         return True
 
     def _node_arguments(self, server: ServerBuilder, node: int) -> list[str]:
-        """Returns the arguments of one of several nodes; none with Ray. Nodes after the first do not serve HTTP."""
+        """Returns the arguments of one of several nodes. Nodes after the first do not serve HTTP."""
         parallel, own = server.spec.parallel, CommandBuilder(self, server.version)
-        if RAY[0] in (*server.spec.extra, *server.words):
-            return []
         own.add_all({"--nnodes": parallel.nodes, "--node-rank": node})
         own.add_all({"--master-addr": parallel.head_node, "--master-port": GROUP_PORT})
         own.add_all({"--headless": None} if node else {})
