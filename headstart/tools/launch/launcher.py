@@ -30,9 +30,6 @@ class EngineFlag:
     since: str = "0"  # first version with the flag
     until: str | None = None  # first version without the flag
 
-    def serves(self, version: Version) -> bool:
-        return is_within(version, self.since, self.until)
-
 
 @dataclass(frozen=True)
 class InstalledProgram:
@@ -75,7 +72,7 @@ class EngineProgram:
     def supports(self, version: Version, name: str, value: object = None) -> bool:
         """Returns whether this version accepts a flag or a config key (`speculative_config.method`) with `value`."""
         if self.flags:
-            return any(flag.name == name and flag.serves(version) for flag in self.flags)
+            return any(flag.name == name and is_within(version, flag.since, flag.until) for flag in self.flags)
         known = published(self.name)
         if known is None or not known.has(name, version):
             return False

@@ -10,7 +10,7 @@ from headstart.errors import ModelError, UsageError
 from headstart.formats import gguf, open_described
 from headstart.formats.base import Checkpoint
 from headstart.formats.gguf_file import read as read_gguf
-from headstart.formats.sizes import Sizes, as_size, text_config
+from headstart.formats.sizes import Sizes
 from headstart.formats.tensor_parts import MTP, part_of
 from headstart.models.classify import DrafterKind, classify, classify_path, mtp_modules
 from headstart.models.families import find_mtp_family
@@ -68,10 +68,9 @@ def _gguf_facts(path: Path) -> ModelFacts:
 def _config_facts(found: Checkpoint, *, local: bool) -> ModelFacts:
     """Returns the facts of a checkpoint. Of one with tensors, MTP modules count only if their tensors are present."""
     source, config, tensors = str(found.path) if local else found.name, found.config, found.tensors or None
-    text = text_config(config)
-    family = find_mtp_family(config)
+    sizes, family = Sizes(config), find_mtp_family(config)
     promised = (family.layout.declared(config) if family else declared(config)).modules
-    layers = as_size(text.get("num_hidden_layers")) or 0
+    layers = sizes.get("layers") or 0
     there = tensors is None or any(part_of(name, layers) == MTP for name in tensors)
     try:
         sized = sized_model(source, config, tensors)
@@ -80,10 +79,10 @@ def _config_facts(found: Checkpoint, *, local: bool) -> ModelFacts:
     own = classify(config) if family and family.layout.method != "mtp" and there else None
     weight_bytes = sum(tensor.nbytes for tensor in tensors.values()) if tensors is not None else None
     return ModelFacts(
-        source=source, model_type=str(text.get("model_type") or "unknown"), format="safetensors",
+        source=source, model_type=str(sizes.config.get("model_type") or "unknown"), format="safetensors",
         weight_bytes=weight_bytes or (int(sum(sized.weight_bytes().values())) if sized else None),
-        modules=promised if there else 0, attention_heads=as_size(text.get("num_attention_heads")) or 1,
-        experts=Sizes(config).get("experts") or 0, remote_code="auto_map" in config, declared=promised, local=local,
+        modules=promised if there else 0, attention_heads=sizes.get("heads") or 1,
+        experts=sizes.get("experts") or 0, remote_code="auto_map" in config, declared=promised, local=local,
         sized=sized, drafter=own,
     )  # fmt: skip
 

@@ -4,7 +4,6 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
 
 from headstart import hub, registry
 from headstart.config import EngineConfig
@@ -182,20 +181,3 @@ def with_absolute_paths(options: LaunchOptions) -> LaunchOptions:
         return str(user_path(str(name)).resolve()) if there else name
 
     return replace(options, model=absolute(options.model), head=absolute(options.head))
-
-
-def launch_document(prepared: PreparedLaunch, commands: dict[str, Any]) -> dict[str, Any]:
-    plan, spec, facts = prepared.plan, prepared.spec, prepared.facts
-    return {
-        "engine": prepared.launcher.name,
-        "version": arguments.version_text(prepared.version),
-        "version_assumed": prepared.assumed,
-        "model": {"source": facts.source, "type": facts.model_type, "modules": facts.modules,
-                  "weight_bytes": facts.weight_bytes, "attention_heads": facts.attention_heads},
-        "depth": spec.depth_drafted,
-        "why_depth": "a prefill node drafts nothing" if spec.depth > spec.depth_drafted else prepared.why_depth,
-        "layout": {name: value for name, value in vars(spec.parallel).items() if name != "head_node"},
-        **commands,
-        "files": plan.files,
-        "notes": plan.notes,
-    }  # fmt: skip

@@ -10,8 +10,9 @@ from typing import Any
 from headstart.core import Progress, Report
 from headstart.errors import UsageError
 from headstart.tools.engine_metrics import EngineCounters, advise
+from headstart.tools.launch.arguments import version_text
 from headstart.tools.launch.containers import KINDS, RAY_VLLM, container_commands, documents, emit, shell_line
-from headstart.tools.launch.prepare import LaunchOptions, PreparedLaunch, launch_document, prepare, with_absolute_paths
+from headstart.tools.launch.prepare import LaunchOptions, PreparedLaunch, prepare, with_absolute_paths
 from headstart.tools.launch.processes import ServerGroup, start
 from headstart.tools.launch.spec import LaunchSpec
 from headstart.tools.probe.endpoint import Endpoint
@@ -36,11 +37,22 @@ def run(options: LaunchOptions, *, docker: bool = False) -> Report:
 
 def document(prepared: PreparedLaunch, *, docker: bool) -> dict[str, Any]:
     """Returns the JSON document of a launch; with `docker` its commands are `docker run` lines."""
-    if docker:
-        return launch_document(prepared, container_commands(prepared))
-    before = ((step, shell_line(step.environment, step.words)) for step in prepared.plan.before)
+    plan, spec, facts = prepared.plan, prepared.spec, prepared.facts
+    before = ((step, shell_line(step.environment, step.words)) for step in plan.before)
     serve = ((step, shell_line(step.environment, words)) for step, words in prepared.commands())
-    return launch_document(prepared, {"before": documents(before), "serve": documents(serve)})
+    return {
+        "engine": prepared.launcher.name,
+        "version": version_text(prepared.version),
+        "version_assumed": prepared.assumed,
+        "model": {"source": facts.source, "type": facts.model_type, "modules": facts.modules,
+                  "weight_bytes": facts.weight_bytes, "attention_heads": facts.attention_heads},
+        "depth": spec.depth_drafted,
+        "why_depth": "a prefill node drafts nothing" if spec.depth > spec.depth_drafted else prepared.why_depth,
+        "layout": {name: value for name, value in vars(spec.parallel).items() if name != "head_node"},
+        **(container_commands(prepared) if docker else {"before": documents(before), "serve": documents(serve)}),
+        "files": plan.files,
+        "notes": plan.notes,
+    }  # fmt: skip
 
 
 def lines_of(data: dict[str, Any]) -> list[str]:
