@@ -200,22 +200,11 @@ def tune(flags: TuneFlags, engine: TuneEngineOptions, output: OutputOptions) -> 
         engine.refuse_others(engine.given - TUNED, "tune, which finds the depth")
     else:
         engine.refuse_others(set(), "tune --url: the server has its own")
-    _check_server(flags)
 
     from headstart.tools.tune import TuneOptions, run as find_fastest
 
     options = TuneOptions(config=engine.config, **vars(flags))
     return output.run("tuning", partial(find_fastest, options), _print_candidates)
-
-
-def _check_server(flags: TuneFlags) -> None:
-    """Raises UsageError for options of servers that do not fit each other."""
-    if flags.url is None and (flags.start or flags.start_off or flags.api_key):
-        raise UsageError("--start, --start-off and --api-key are for servers", "give --url too")
-    if (flags.start is None) != (flags.start_off is None):
-        raise UsageError("--start and --start-off belong together", "tune compares with plain decoding: give both")
-    if flags.start is not None and "{depth}" not in flags.start:
-        raise UsageError(f"--start is {flags.start!r}, without {{depth}}", "write {depth} where the depth belongs")
 
 
 def _print_candidates(data: dict[str, Any]) -> None:

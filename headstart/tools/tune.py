@@ -40,6 +40,14 @@ best candidate's interval is below 1. Otherwise no setting is saved: `auto` deci
 class TuneOptions(TuneFlags):
     config: EngineConfig = field(default_factory=EngineConfig)
 
+    def __post_init__(self) -> None:
+        if self.url is None and (self.start or self.start_off or self.api_key):
+            raise UsageError("--start, --start-off and --api-key are for servers", "give --url too")
+        if (self.start is None) != (self.start_off is None):
+            raise UsageError("--start and --start-off belong together", "tune compares with plain decoding: give both")
+        if self.start is not None and "{depth}" not in self.start:
+            raise UsageError(f"--start is {self.start!r}, without {{depth}}", "write {depth} where the depth belongs")
+
 
 @dataclass
 class Candidate:
