@@ -152,13 +152,13 @@ class _Layers:
     def _program(self, segment: list[int]) -> DecoderProgram:
         pools: list[Pool] = [None] * len(self.sources)
         for index in segment:
-            own, source = list(self.kept[index]), self.sources[index]
-            pools[index] = join_pools(own if source is None else [*own, self._of_source(source)])
+            pools[index] = self._pool_of(index)
         return DecoderProgram(self.decoder, pools, None, self._taps or "streams")
 
-    def _of_source(self, source: int) -> Pool:
-        own, further = list(self.kept[source]), self.sources[source]
-        return join_pools(own if further is None else [*own, self._of_source(further)])
+    def _pool_of(self, layer: int) -> Pool:
+        """The pools of a layer and of the layers whose keys and values it reads."""
+        own, source = list(self.kept[layer]), self.sources[layer]
+        return join_pools(own if source is None else [*own, self._pool_of(source)])
 
 
 def _fields(state: ForwardState) -> dict[str, Any]:
