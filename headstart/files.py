@@ -50,7 +50,7 @@ def read_regular(path: Path, max_bytes: int | None = None) -> bytes:
         return file.read()
 
 
-def read_text(path: str | Path, hint: str, flag: str = "") -> str:
+def read_text(path: str | Path, hint: str = "is the path right?", flag: str = "") -> str:
     """The text of a regular UTF-8 file, without a byte order mark. flag: the option that names it. Raises UsageError
     with this hint."""
     try:

@@ -76,10 +76,6 @@ def application(names: Iterable[str] = COMMANDS) -> CommandGroup:
     )
 
 
-def _all_commands() -> dict[str, Command]:
-    return all_commands(application())
-
-
 def run(arguments: list[str]) -> int:
     """Run the command that `arguments` name and flush all output; returns the exit code."""
     prepare_streams()
@@ -162,7 +158,8 @@ def _run_command(name: str, command: Command, words: list[str], root: CommandGro
     except ParseError as error:
         from headstart.cli.option_hints import option_hint  # it imports the tables of other engines
 
-        raise UsageError(error.message, option_hint(error, name, command, words, _all_commands)) from None
+        hint = option_hint(error, name, command, words, lambda: all_commands(application()))
+        raise UsageError(error.message, hint) from None
     return int(command.run(**arguments) or 0)
 
 

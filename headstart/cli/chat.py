@@ -311,7 +311,7 @@ def _save(session: ChatSession, rest: str) -> None:
 def _load(session: ChatSession, rest: str) -> None:
     path = _path(rest, "/load")
     try:
-        document = json.loads(read_text(path, "is the path right?"))
+        document = json.loads(read_text(path))
         messages = [{"role": str(each["role"]), "content": _content(each["content"])} for each in document["messages"]]
         settings = {name: value for name, value in document.get("settings", {}).items() if name in PARAMETERS}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):

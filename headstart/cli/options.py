@@ -3,10 +3,8 @@
 import sys
 from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_origin, get_type_hints
 
-from headstart import files
 from headstart.cli.render import finish, progress, text_stdin
 from headstart.config import (
     AUTO,
@@ -18,6 +16,7 @@ from headstart.config import (
     parse_speculative_config,
 )
 from headstart.errors import HeadstartError, ParameterError, UsageError
+from headstart.files import read_text
 from headstart.options import Option, OptionGroup, option
 from headstart.params import Parameter, SamplingParams, parameters
 from headstart.wording import LEAVE_OUT, flag_of
@@ -60,7 +59,7 @@ class PromptOptions(OptionGroup):
         if self.prompt is not None:
             text = self.prompt
         elif self.prompt_file not in (None, "-"):
-            text = read_text(Path(str(self.prompt_file)), "--prompt-file")
+            text = read_text(str(self.prompt_file), flag="--prompt-file")
         elif self.prompt_file == "-" or not sys.stdin.isatty():
             with text_stdin() as stdin:
                 text = stdin.read()
@@ -69,11 +68,6 @@ class PromptOptions(OptionGroup):
         if not text.strip():
             raise UsageError("the prompt is empty", "give --prompt some text")
         return text
-
-
-def read_text(path: Path, flag: str) -> str:
-    """The text of the file that `flag` names. Raises UsageError."""
-    return files.read_text(path, "is the path right?", flag)
 
 
 def read_template(name: str | None) -> "ChatTemplate | None":

@@ -107,10 +107,9 @@ class Settings:
 
     def replaced_by(self, setting: Setting) -> Setting | None:
         """The environment variable that replaces a line of the file."""
-        for each in self.from_environment if setting in self.from_file else ():
-            if each.name == setting.name and setting.scope.startswith(each.scope):
-                return each
-        return None
+        variables = self.from_environment if setting in self.from_file else []
+        hiding = (each for each in variables if each.name == setting.name and setting.scope.startswith(each.scope))
+        return next(hiding, None)
 
     @cached_property
     def _variables(self) -> dict[str, tuple[str, str]]:

@@ -1,15 +1,16 @@
 """`headstart verify` and `probe`: check exactness and drafting, of this engine or of another endpoint."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-from headstart.cli.options import EngineOptions, OutputOptions, number_or_word, read_text
+from headstart.cli.options import EngineOptions, OutputOptions, number_or_word
 from headstart.cli.parser import command
 from headstart.cli.render import print_table
 from headstart.config import AUTO
 from headstart.errors import UsageError
+from headstart.files import read_text
 from headstart.options import ModelOptions, OptionGroup, option
 from headstart.tools.options import MAX_MINUTES, ProbedServer
 from headstart.wording import LEAVE_OUT, flag_of
@@ -139,15 +140,15 @@ def _read_prompts(path: Path) -> tuple[str, ...]:
 
     if path.suffix == ".jsonl":
         return tuple(task.turns[0] for task in read_tasks(path))
-    lines = [line for line in read_text(path, "--prompts").splitlines() if line.strip()]
+    lines = [line for line in read_text(path, flag="--prompts").splitlines() if line.strip()]
     if not lines:
         raise UsageError(f"--prompts: {path} holds no prompt", "one prompt per line")
     return tuple(lines)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProbeFlags(ProbedServer):
-    """ProbedServer and the kind of probe."""
+class ProbeFlags(OptionGroup):
+    """The kind of probe."""
 
     no_metrics: bool = option("Judge by response times only.", default=False)
     exact: bool = option("Check that equal requests get equal texts.", default=False)
@@ -170,7 +171,7 @@ class ExactFlags(OptionGroup):
     "headstart probe http://localhost:8000 --exact --minutes 5",
     "headstart probe http://localhost:8000 --exact --against http://localhost:8001 --max-tokens 128",
 )
-def probe(flags: ProbeFlags, limits: ExactFlags, output: OutputOptions) -> int:
+def probe(server: ProbedServer, flags: ProbeFlags, limits: ExactFlags, output: OutputOptions) -> int:
     """Find out whether an endpoint of any engine uses speculative decoding.
 
     Exit code 0: drafts are accepted; 1: there are none, or they cannot be detected.
@@ -178,19 +179,18 @@ def probe(flags: ProbeFlags, limits: ExactFlags, output: OutputOptions) -> int:
     With --exact: whether the endpoint gives the same text alone and in a batch, with a cold and a warm prefix cache,
     streamed, with and without drafting, greedy and with a seed, with tools and schemas. Exit code 0: all texts are
     equal; 1: some differ; 2: nothing could be compared."""
-    server = {each.name: getattr(flags, each.name) for each in fields(ProbedServer)}
     if flags.exact:
         if flags.no_metrics:
             raise UsageError("--no-metrics is not for --exact", LEAVE_OUT)
         from headstart.tools.probe import exact
 
-        exact_options = exact.ExactOptions(**server, **limits.chosen())
+        exact_options = exact.ExactOptions(**vars(server), **limits.chosen())
         return output.run("probing", partial(exact.run, exact_options), _print_conditions)
     for name in limits.chosen():
         raise UsageError(f"{flag_of(name)} is for --exact", "give both, or " + LEAVE_OUT)
     from headstart.tools.probe import run as probe_run
 
-    options = probe_run.ProbeOptions(**server, use_metrics=not flags.no_metrics)
+    options = probe_run.ProbeOptions(**vars(server), use_metrics=not flags.no_metrics)
     return output.run("probing", partial(probe_run.run, options))
 
 

@@ -16,11 +16,13 @@ from typing import Any, Literal, Self
 import numpy as np
 
 from headstart.errors import UsageError
+from headstart.files import read_text
 from headstart.stats import sum_positions
 
 KIND: Literal["headstart-bench"] = "headstart-bench"
 VERSION: Literal[1] = 1
 SUMMED = ("drafts", "drafted", "accepted", "passes_saved")
+CheckName = Literal["never slower", "near the best depth"]
 LEVELS = (0.0, *(i / 20 for i in range(1, 20)), 0.99, 1.0)
 """Levels of `Distribution.quantiles`: minimum, every 5 %, 99 %, maximum."""
 
@@ -199,7 +201,7 @@ class BenchRow(LoadSetting):
 class SpeedCheck(LoadSetting):
     """Result of one check of mode "auto", for one workload and load."""
 
-    name: Literal["never slower", "near the best depth"]
+    name: CheckName
     ok: bool | None  # null when there are too few pairs to tell
     ratio: Interval | None
     text: str
@@ -228,10 +230,9 @@ class BenchDocument:
         """Reads a JSON file. Raises UsageError for a file that cannot be read or is not a bench document."""
         from pydantic import TypeAdapter, ValidationError  # costs start-up time that measuring need not pay
 
+        text = read_text(path)
         try:
-            document: BenchDocument = TypeAdapter(cls).validate_python(json.loads(path.read_text("utf-8")))
-        except OSError as error:
-            raise UsageError(f"cannot read {path}: {error.strerror}", "is the path right?") from None
+            document: BenchDocument = TypeAdapter(cls).validate_python(json.loads(text))
         except ValidationError as error:
             first = error.errors()[0]
             wrong = f"not a bench document: {'.'.join(map(str, first['loc']))}: {first['msg']}"

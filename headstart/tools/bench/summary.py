@@ -12,7 +12,7 @@ from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from headstart.tools.bench.document import (
     BenchCell,
     BenchDocument,
     BenchRow,
+    CheckName,
     Distribution,
     DraftCounts,
     Interval,
@@ -137,14 +138,8 @@ def _too_few(ratio: Interval | None) -> str:
     return f"not judged: {count} pair{'' if count == 1 else 's'}, {MIN_PAIRS} are needed"
 
 
-CheckName = Literal["never slower", "near the best depth"]
-
-
 def _check(name: CheckName, cells: Seq[BenchCell], ok: bool | None, ratio: Interval | None, text: str) -> SpeedCheck:
     return SpeedCheck(**vars(cells[0].group), name=name, ok=ok, ratio=ratio, text=text)
-
-
-LATENCIES = ("ttft", "tpot", "itl", "e2e")
 
 
 def rows_of(cells: Seq[BenchCell], *, price_per_hour: float | None = None) -> list[BenchRow]:
@@ -167,7 +162,7 @@ def mode_order(mode: str) -> tuple[int, int, str]:
 def _row(cells: list[BenchCell], off: list[BenchCell], price_per_hour: float | None) -> BenchRow:
     rate = median(cell.output_tokens_per_s for cell in cells)
     output, prompt = sum(cell.output_tokens for cell in cells), sum(cell.prompt_tokens for cell in cells)
-    spent = DraftCounts.total(cell.speculation for cell in cells)
+    spent, latencies = DraftCounts.total(cell.speculation for cell in cells), [vars(cell.latency) for cell in cells]
     joules = [cell.joules for cell in cells if cell.joules is not None]
     cached = [cell.cached_tokens for cell in cells if cell.cached_tokens is not None]
     return BenchRow(
@@ -178,7 +173,7 @@ def _row(cells: list[BenchCell], off: list[BenchCell], price_per_hour: float | N
         output_tokens=output,
         output_tokens_per_s=rate,
         total_tokens_per_s=median(cell.total_tokens_per_s for cell in cells),
-        latency=Latency(**{name: pooled(getattr(cell.latency, name) for cell in cells) for name in LATENCIES}),
+        latency=Latency(**{name: pooled(each[name] for each in latencies) for name in latencies[0]}),
         speculation=spent,
         acceptance_rate=spent.acceptance_rate if spent else None,
         acceptance_length=spent.acceptance_length if spent and spent.drafts else None,

@@ -186,7 +186,7 @@ def read_tasks(path: Path) -> list[Task]:
     """Returns the tasks of a JSONL file. A record is a prompt, or has "prompt", "turns" (only the first is used) or
     "messages"; "category", "system", "max_tokens" and "temperature" are optional. Raises UsageError for an unreadable
     or empty file, or bad lines."""
-    lines = read_text(path, "is the path right?").splitlines()
+    lines = read_text(path).splitlines()
     tasks, bad = list[Task](), list[str]()
     for number, line in enumerate(lines, 1):
         if line.strip():

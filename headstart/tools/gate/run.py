@@ -99,7 +99,7 @@ class GateRecord:
     def read(cls, path: Path) -> "GateRecord":
         """Raises UsageError for a file that `--save` did not write."""
         try:
-            data = json.loads(read_text(path, "is the path right?"))
+            data = json.loads(read_text(path))
             if data["format"] != FORMAT:
                 raise ValueError
             fields = {key: {**each, "texts": tuple(each["texts"])} for key, each in data["answers"].items()}
