@@ -239,6 +239,7 @@ class Drafter:
     tap: Tap | None = None  # trunk hidden state that is stored for the drafter; None: none
     # "step": each token costs a pass of the drafter; "pass": one pass drafts all tokens
     costs_per: Literal["step", "pass"] = "step"
+    takes_vocabulary: bool = False  # drafts with TargetModel.vocabulary
 
     @property
     def auto_limit(self) -> int:

@@ -100,6 +100,7 @@ class BlockDrafter(Drafter):
     computes the logits of a block."""
 
     costs_per = "pass"
+    takes_vocabulary = True
 
     def __init__(
         self, target: TargetModel, head: Head, network: Network, programs: tuple[str, str],

@@ -210,6 +210,8 @@ class DraftModelDrafter(Drafter):
 class ParallelDraftModelDrafter(BlockDrafter):
     """Drafts with a PARD model, as with a block drafter."""
 
+    takes_vocabulary = False
+
     def __init__(self, target: TargetModel, model: DraftModel) -> None:
         network, programs = DecoderNetwork(model.whole.decoder), (FORWARD, FORWARD)
         super().__init__(target, model, network, programs, model.draft_token_ids)

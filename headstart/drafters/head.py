@@ -35,6 +35,8 @@ little."""
 class HeadDrafter(base.Drafter):
     """Drafts with a head of any number of modules; step i runs module `spec.module_of(i)`. Method: the head's kind."""
 
+    takes_vocabulary = True
+
     def __init__(self, target: base.TargetModel, head: Head) -> None:
         self._backend, self._runner, self._budget = target.backend, target.runner, target.token_budget
         self.method, self._spec = head.spec.kind, head.spec

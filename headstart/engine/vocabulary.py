@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart import hub
+from headstart import hub, registry
 from headstart.core import Request, Rows, SamplingParams, Sequence, StepPlan
 from headstart.drafters.base import DraftVocabulary
 from headstart.engine.engine import Engine
@@ -41,7 +41,6 @@ MIN_AGREEMENT, MAX_TIME_SHARE = 0.95, 0.8  # required share of equal first choic
 HELD_OUT = 4  # 1 / HELD_OUT of the states, the last ones, measure the sketch
 SAMPLED_ROWS, ROWS_PER_PASS = 4096, 4096  # LM head rows that fit the directions; rows that one pass reads
 MIN_STATES = 16  # fewest states that a sketch is fitted to
-REDUCIBLE = ("head", "block")  # drafters that accept a reduced vocabulary
 STATES_PER_PASS, TIMED_RUNS = 16, 7  # states whose first choices one pass computes; runs of which the fastest counts
 MAX_PIECE_TOKENS = 32  # output tokens of a piece of text while other pieces are still in their prompts
 BATCH = 16  # batch size (or max_num_seqs if smaller) in which a sketch must not be slower than the full LM head
@@ -77,7 +76,7 @@ def reduced_vocabulary(model: Model, wanted: int | str) -> DraftVocabulary:
 def _why_fixed(head: Head) -> str:
     """Why the head's draft vocabulary cannot be reduced; empty if it can."""
     kind = head_kind(head.spec.kind)
-    if kind.drafter not in REDUCIBLE:
+    if not registry.find("drafters", kind.drafter).DRAFTER.takes_vocabulary:
         return f"a {kind.title} drafts all tokens that it has"
     if head.draft_token_ids is not None:
         return f"the head has a draft vocabulary of {len(head.draft_token_ids)} tokens of its own"

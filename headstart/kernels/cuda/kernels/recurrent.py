@@ -93,6 +93,13 @@ def keep(x, owns, places, kept, num_kept, num_columns, offset, row_width, TILE: 
 
 
 @triton.jit
+def segment_end(i, stores_end, store_positions, starts, sequence, end):
+    """Row before which the state of store i is taken; behind the last store the end of the sequence's rows."""
+    stored = tl.load(store_positions + i, mask=i < stores_end, other=0) - tl.load(starts + sequence)
+    return tl.where(i < stores_end, stored, end)
+
+
+@triton.jit
 def delta_step(
     state, t, qkv, log_decay, strength, kept, out, first, replayed, kept_first, head, key_head, k, v, is_k, is_v,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
@@ -144,19 +151,17 @@ def gated_delta(
     size: tl.constexpr = KEY_DIM * VALUE_DIM
     state = tl.load(states + (read * HEADS + head) * size + at, mask=inside & (read >= 0), other=0.0)
     kept_first = tl.load(owns + sequence).to(tl.int64) * num_kept
-    num_done, start = 0, tl.load(starts + sequence)
-    for i in range(tl.load(store_starts + sequence), tl.load(store_starts + sequence + 1)):
-        until = tl.load(store_positions + i) - start
+    num_done, end = 0, tl.load(row_starts + sequence + 1) - first + replayed
+    stores_end = tl.load(store_starts + sequence + 1)
+    for i in range(tl.load(store_starts + sequence), stores_end + 1):
+        until = segment_end(i, stores_end, store_positions, starts, sequence, end)
         for t in range(num_done, until):
             state = delta_step(state, t, qkv, log_decay, strength, kept, out, first, replayed, kept_first, head,
                                key_head, k, v, is_k, is_v, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM,
                                BY_CHANNEL)  # fmt: skip
-        slot = tl.load(store_slots + i).to(tl.int64)
-        tl.store(states + (slot * HEADS + head) * size + at, state, mask=inside)
+        slot = tl.load(store_slots + i, mask=i < stores_end, other=0).to(tl.int64)
+        tl.store(states + (slot * HEADS + head) * size + at, state, mask=inside & (i < stores_end))
         num_done = until
-    for t in range(num_done, tl.load(row_starts + sequence + 1) - first + replayed):
-        state = delta_step(state, t, qkv, log_decay, strength, kept, out, first, replayed, kept_first, head, key_head,
-                           k, v, is_k, is_v, KEY_HEADS, HEADS, KEY_DIM, VALUE_DIM, BY_CHANNEL)  # fmt: skip
 
 
 @triton.jit
@@ -202,15 +207,13 @@ def selective_scan(
     state = tl.load(states + (read * HEADS + head) * size + at, mask=inside & (read >= 0), other=0.0)
     kept_first = tl.load(owns + sequence).to(tl.int64) * num_kept
     rate, skip = tl.load(rates + head), tl.load(skips + head)
-    num_done, start = 0, tl.load(starts + sequence)
-    for i in range(tl.load(store_starts + sequence), tl.load(store_starts + sequence + 1)):
-        until = tl.load(store_positions + i) - start
+    num_done, end = 0, tl.load(row_starts + sequence + 1) - first + replayed
+    stores_end = tl.load(store_starts + sequence + 1)
+    for i in range(tl.load(store_starts + sequence), stores_end + 1):
+        until = segment_end(i, stores_end, store_positions, starts, sequence, end)
         for t in range(num_done, until):
             state = scan_step(state, t, xbc, steps, kept, out, first, replayed, kept_first, head, group, rate, skip, n,
                               p, is_n, is_p, GROUPS, HEADS, STATE, DIM)  # fmt: skip
-        slot = tl.load(store_slots + i).to(tl.int64)
-        tl.store(states + (slot * HEADS + head) * size + at, state, mask=inside)
+        slot = tl.load(store_slots + i, mask=i < stores_end, other=0).to(tl.int64)
+        tl.store(states + (slot * HEADS + head) * size + at, state, mask=inside & (i < stores_end))
         num_done = until
-    for t in range(num_done, tl.load(row_starts + sequence + 1) - first + replayed):
-        state = scan_step(state, t, xbc, steps, kept, out, first, replayed, kept_first, head, group, rate, skip, n, p,
-                          is_n, is_p, GROUPS, HEADS, STATE, DIM)  # fmt: skip
