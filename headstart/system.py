@@ -10,6 +10,8 @@ import select
 import signal
 import socket
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -147,12 +149,52 @@ def line_editing(history: Path, max_lines: int) -> Iterator[None]:
         readline.read_history_file(history)
     readline.set_history_length(max_lines)
     try:
-        yield
+        with _signals_end_wait_for_key():
+            yield
     finally:
         with suppress(OSError):
             history.parent.mkdir(parents=True, exist_ok=True)
             history.touch(mode=0o600)
             readline.write_history_file(history)
+
+
+@contextmanager
+def _signals_end_wait_for_key() -> Iterator[None]:
+    """Let signals take effect while readline waits for a key. It notices only those that interrupt the wait: not one
+    that arrives just before it, or on another thread. A thread interrupts the wait after each signal. Does nothing on
+    Windows."""
+    if sys.platform == "win32":
+        yield
+        return
+    (reader, writer), main = os.pipe(), threading.get_ident()
+    os.set_blocking(writer, False)
+    is_handled = True
+
+    def interrupt() -> None:
+        nonlocal is_handled
+        while number := os.read(reader, 1):
+            is_handled = is_handled and number[0] == signal.SIGURG
+            while not is_handled:
+                signal.pthread_kill(main, signal.SIGURG)
+                time.sleep(0.02)
+
+    def set_handled(number: int, frame: object) -> None:
+        nonlocal is_handled
+        is_handled = True
+
+    # Python runs the handlers of all signals that have arrived, so SIGURG's shows that none is left
+    handler_before = signal.signal(signal.SIGURG, set_handled)
+    fd_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    thread = threading.Thread(target=interrupt, name="headstart-signals", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(fd_before)
+        os.close(writer)
+        thread.join()
+        signal.signal(signal.SIGURG, handler_before)
+        os.close(reader)
 
 
 def handle_signals(loop: "asyncio.AbstractEventLoop", end: Callable[[], None], renew: Callable[[], None]) -> None:

@@ -19,21 +19,32 @@ from typing import Any
 
 import pytest
 from fake import FakeLLM
-from support import PATIENCE, until
+from support import PATIENCE
 
 from headstart.api import TextDelta
 from headstart.cli.main import main
 from headstart.core import SamplingParams
 
 PROGRAM = """
-import sys, time
+import signal, sys, threading, time
+from pathlib import Path
 sys.path.insert(0, {here!r})
 import headstart.api
 from fake import FakeLLM, WORDS
 from headstart.api import TextDelta
 
+def signal_own_thread(number):
+    # the main thread waits for a key, and its wait is not interrupted by a signal on this thread
+    state = Path("/proc/self/stat")
+    while state.read_text().rpartition(")")[2].split()[0] != "S":
+        time.sleep(0.01)
+    time.sleep(0.1)
+    signal.pthread_kill(threading.get_ident(), number)
+
 class Slow(FakeLLM):
     def stream(self, prompt, params, **_):
+        if (word := prompt[-1]["content"]).startswith("SIG"):
+            threading.Thread(target=signal_own_thread, args=[getattr(signal, word)]).start()
         print("<" + repr(prompt[-1]["content"]) + ">", flush=True)
         if "slowly" in prompt[-1]["content"]:
             for word in WORDS[:-1] * 200:
@@ -42,7 +53,6 @@ class Slow(FakeLLM):
         yield from super().stream(prompt, params)
 
 headstart.api.LLM = Slow
-from pathlib import Path
 import headstart.cli.chat
 headstart.cli.chat.history_file = lambda: Path({cache!r}, "chat_history")
 from headstart.cli.main import main
@@ -68,12 +78,6 @@ class Terminal:
 
     def type(self, text: str) -> None:
         os.write(self.main, text.encode())
-
-    def press_ctrl_c(self) -> None:
-        """Waits until the chat sleeps: a signal between the prompt and readline would wait for the next key."""
-        state = Path(f"/proc/{self.process.pid}/stat")
-        until(lambda: state.read_text().rpartition(")")[2].split()[0] == "S")
-        self.type("\x03")
 
     def wait_for(self, text: str, seconds: float = PATIENCE) -> str:
         """Waits for `text`; returns the output before it and drops both."""
@@ -119,6 +123,15 @@ def test_termination_signals_end_the_chat(terminal: Terminal, number: signal.Sig
 
 
 @pytest.mark.slow
+def test_signals_that_do_not_interrupt_the_wait_for_a_key_take_effect(terminal: Terminal) -> None:
+    terminal.type("SIGINT\r")
+    terminal.wait_for("Ctrl-C again")
+    terminal.type("SIGTERM\r")
+    terminal.wait_for("error: interrupted")
+    assert terminal.process.wait(PATIENCE) == 130
+
+
+@pytest.mark.slow
 def test_ctrl_c_stops_the_answer_but_not_the_chat(terminal: Terminal) -> None:
     terminal.type("slowly, please\r")
     terminal.wait_for("The sky is The sky ")
@@ -128,10 +141,10 @@ def test_ctrl_c_stops_the_answer_but_not_the_chat(terminal: Terminal) -> None:
     terminal.type("And now?\r")
     terminal.wait_for("blue.")
     terminal.wait_for("> ")
-    terminal.press_ctrl_c()
+    terminal.type("\x03")
     terminal.wait_for("Ctrl-C again")
     terminal.wait_for("> ")
-    terminal.press_ctrl_c()
+    terminal.type("\x03")
     assert terminal.process.wait(PATIENCE) == 0
 
 
