@@ -104,14 +104,13 @@ class ChatTemplate:
 
     @classmethod
     def from_gguf(cls, metadata: Mapping[str, Any], where: str = "the GGUF file") -> ChatTemplate | None:
-        """The template of GGUF metadata; None without one."""
-        source = metadata.get("tokenizer.chat_template")
-        if not isinstance(source, str):
+        """The templates of GGUF metadata; None without any."""
+        key = "tokenizer.chat_template"
+        sources = {"default": metadata.get(key)}
+        sources |= {each.removeprefix(f"{key}."): metadata[each] for each in metadata if each.startswith(f"{key}.")}
+        named = {name: source for name, source in sources.items() if isinstance(source, str)}
+        if not named:
             return None
-        named = {"default": source}
-        for name in metadata.get("tokenizer.chat_templates", []):
-            if isinstance(text := metadata.get(f"tokenizer.chat_template.{name}"), str):
-                named[name] = text
         texts = metadata.get("tokenizer.ggml.tokens") or []
         keys = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
         tokens = {name: _gguf_tokenizer.special_token(metadata, key, texts) for key, name in keys.items()}

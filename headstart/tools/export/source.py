@@ -153,7 +153,8 @@ def add_text_side(plan: Plan, source: ExportSource) -> None:
     if ends:
         config["eos_token"] = tokenizer.token_text(ends[0])
     if template is not None:
-        config["chat_template"] = template.sources["default"]
+        named = [{"name": name, "template": text} for name, text in template.sources.items()]
+        config["chat_template"] = named if len(named) > 1 else named[0]["template"]
     plan.texts |= {
         "tokenizer.json": tokenizer.to_json(),
         "tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n",

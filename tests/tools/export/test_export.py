@@ -9,17 +9,24 @@ import numpy as np
 import pytest
 import support
 import torch
+from transformers import AutoTokenizer
 
+from headstart import hub
 from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.core import SamplingParams
 from headstart.engine.load import load_model
 from headstart.errors import ModelError, UsageError
+from headstart.formats.base import Checkpoint, text_readers
+from headstart.formats.gguf_file import read as read_gguf
 from headstart.formats.safetensors import bfloat16
 from headstart.heads.base import HeadSpec
 from headstart.heads.kind import head_kind
 from headstart.models.small import random_arrays
+from headstart.text.chat import ChatTemplate
+from headstart.tools.export.plan import Plan
 from headstart.tools.export.run import ExportOptions, run
+from headstart.tools.export.source import ExportSource, add_text_side
 from headstart.train.objective import unroll
 
 
@@ -74,6 +81,20 @@ def test_chat_templates_and_tokenizers_are_copied(tmp_path: Path) -> None:
     assert run(ExportOptions(model=str(model), head=head, to="vllm-mimo", out=out)).ok
     for name in ("chat_template.jinja", "additional_chat_templates/tool_use.jinja", "tokenizer.model"):
         assert (out / name).read_bytes() == (model / name).read_bytes()
+
+
+def test_all_chat_templates_of_a_gguf_file_are_exported(tmp_path: Path) -> None:
+    texts = {"default": "{{ messages }}", "tool_use": "{{ tools }}", "rag": "{{ documents }}"}
+    keys = {"tokenizer.chat_template." + name: text for name, text in texts.items() if name != "default"}
+    metadata = read_gguf(hub.resolve()).metadata | keys | {"tokenizer.chat_template": texts["default"]}
+    model = Checkpoint(Path("a.gguf"), "gguf", {}, {}, True, **text_readers("from_gguf", metadata))
+    plan = Plan()
+    add_text_side(plan, ExportSource("a", model, *[None] * 4))  # type: ignore[arg-type]
+    for name, text in plan.texts.items():
+        (tmp_path / name).write_text(text)
+    exported = ChatTemplate.from_directory(tmp_path)
+    assert exported and exported.sources == texts
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == texts
 
 
 def test_refused_export_writes_no_files(tmp_path: Path) -> None:
