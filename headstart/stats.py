@@ -17,6 +17,11 @@ def sum_positions(counts: Iterable[Iterable[int]]) -> list[int]:
     return list(map(sum, zip_longest(*counts, fillvalue=0)))
 
 
+def acceptance_length(drafts: float, accepted: float) -> float:
+    """1 + accepted tokens per draft, with the recovered or bonus token; 1.0 without drafts."""
+    return 1 + accepted / drafts if drafts else 1.0
+
+
 def equal_acceptance(length: float, depth: int) -> float:
     """The conditional acceptance, equal at all positions, that gives an acceptance length at a depth; from 0 to 1."""
     low, high = 0.0, 1.0
@@ -89,5 +94,5 @@ class DraftStats:
 
     @property
     def acceptance_length(self) -> float:
-        """1 + accepted tokens per draft; 1.0 without drafts."""
-        return 1 + self.accepted / self.drafts if self.drafts else 1.0
+        """`stats.acceptance_length` of these counts."""
+        return acceptance_length(self.drafts, self.accepted)

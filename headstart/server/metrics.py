@@ -17,6 +17,7 @@ from headstart.server.accounts import Accounts
 from headstart.server.admission import Admission
 from headstart.server.prefill_client import PrefillCounts
 from headstart.server.records import TextRecorder
+from headstart.stats import acceptance_length
 
 log = logging.getLogger("headstart.server")
 
@@ -76,7 +77,7 @@ class ServerMetrics(Collector):
         log.info(
             "%s%.1f tokens/s, %d running, %d waiting, KV cache %.1f %%, acceptance length %.2f, depth %.1f",
             self.log_prefix, tokens / seconds, len(engine.scheduler.running), len(engine.scheduler.waiting),
-            100 * engine.memory.usage, 1 + accepted / drafts if drafts else 1.0, engine.drafting.mean_depth,
+            100 * engine.memory.usage, acceptance_length(drafts, accepted), engine.drafting.mean_depth,
         )  # fmt: skip
 
     def collect(self) -> Iterator[Metric]:

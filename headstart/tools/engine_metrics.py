@@ -8,7 +8,7 @@ from typing import Any, Self
 from prometheus_client.parser import text_string_to_metric_families
 
 from headstart.formats.json_object import read_packaged
-from headstart.stats import equal_acceptance
+from headstart.stats import acceptance_length, equal_acceptance
 
 PATHS = ("/metrics", "/prometheus/metrics", "/brpc_metrics")
 """URL paths of metrics: of most engines, of TensorRT-LLM (whose /metrics is JSON), of xLLM."""
@@ -78,10 +78,12 @@ class EngineCounters:
 
     @property
     def acceptance_length(self) -> float | None:
-        """1 + accepted / drafts, else the engine's gauge; None without drafts. Counts the recovered or bonus token."""
+        """`stats.acceptance_length` of the counts, else the engine's gauge; None without drafts."""
         if not self.is_drafting:
             return None
-        return 1 + self.accepted / self.drafts if self.drafts and self.accepted is not None else self.length
+        if self.drafts and self.accepted is not None:
+            return acceptance_length(self.drafts, self.accepted)
+        return self.length
 
 
 def read(text: str) -> EngineCounters | None:

@@ -17,7 +17,7 @@ import numpy as np
 
 from headstart.errors import UsageError
 from headstart.files import read_text
-from headstart.stats import sum_positions
+from headstart.stats import acceptance_length, sum_positions
 
 KIND: Literal["headstart-bench"] = "headstart-bench"
 VERSION: Literal[1] = 1
@@ -76,8 +76,8 @@ class DraftCounts:
 
     @property
     def acceptance_length(self) -> float:
-        """1 + accepted / drafts; 1 without drafts."""
-        return 1 + self.accepted / self.drafts if self.drafts else 1.0
+        """`stats.acceptance_length` of these counts."""
+        return acceptance_length(self.drafts, self.accepted)
 
     @property
     def drafts_at(self) -> tuple[int, ...]:
