@@ -360,6 +360,11 @@ class Checkpoint:
         object.__setattr__(self, "name", self.name or str(self.path))
 
     @property
+    def here(self) -> bool:
+        """Whether the bytes of all tensors can be read: False where only headers of remote files were read."""
+        return all(tensor.here for tensor in self.tensors.values())
+
+    @property
     def loaded_bytes(self) -> int:
         """Bytes of the weights in memory: types without a kernel as float32, others as stored."""
         _, wide = widened(self.tensors.values())

@@ -128,13 +128,13 @@ class _Cursor:
 def read(path: Path) -> GgufFile:
     """Parse one GGUF file (version 2 or 3, little-endian). Raises ModelError for other or damaged files."""
     raw = map_file(path)
-    return parse(path, raw, len(raw))
+    return parse(File(path), raw, len(raw))
 
 
-def parse(path: Path, raw: Bytes, size: int) -> GgufFile:
-    """Parse `raw`, the first bytes of a file of `size` bytes. Tensors beyond `raw` cannot be read. Raises
-    IncompleteHeader if `raw` ends inside the header, ModelError as `read`."""
-    cursor = _Cursor(path, raw, size)
+def parse(file: File, raw: Bytes, size: int) -> GgufFile:
+    """Parse `raw`, the first bytes of a file of `size` bytes. Of a remote file, tensors beyond `raw` cannot be read.
+    Raises IncompleteHeader if `raw` ends inside the header, ModelError as `read`."""
+    cursor = _Cursor(file.path, raw, size)
     _check_version(cursor)
     num_tensors, num_keys = cursor.scalar("<Q"), cursor.scalar("<Q")
     cursor.plausible(num_keys, 13, "metadata entries")
@@ -146,7 +146,7 @@ def parse(path: Path, raw: Bytes, size: int) -> GgufFile:
         metadata[key] = cursor.value(cursor.scalar("<I"))
     cursor.plausible(num_tensors, 24, "tensors")
     table = [_entry(cursor) for _ in range(num_tensors)]
-    return GgufFile(path, metadata, _tensors(cursor, table, metadata.get("general.alignment", 32)))
+    return GgufFile(file.path, metadata, _tensors(cursor, file, table, metadata.get("general.alignment", 32)))
 
 
 def _check_version(cursor: _Cursor) -> None:
@@ -171,12 +171,13 @@ def _entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
     return name, dims[::-1], cursor.scalar("<I"), cursor.scalar("<Q")
 
 
-def _tensors(cursor: _Cursor, table: list[tuple[str, tuple[int, ...], int, int]], align: object) -> dict[str, Tensor]:
+def _tensors(
+    cursor: _Cursor, file: File, table: list[tuple[str, tuple[int, ...], int, int]], align: object
+) -> dict[str, Tensor]:
     if not isinstance(align, int) or align <= 0 or align & (align - 1):
         raise cursor.fail(f"general.alignment is {align}, but must be a power of two")
     start = -(-cursor.at // align) * align
     tensors: dict[str, Tensor] = {}
-    file = File(cursor.path, here=len(cursor.raw) == cursor.size)
     entries = [(name, shape, *_size(cursor, name, shape, kind), start + offset) for name, shape, kind, offset in table]
     needed = max((begin + size for *_, size, begin in entries), default=0)
     if needed > cursor.size:

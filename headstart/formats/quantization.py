@@ -326,14 +326,7 @@ def _kind_of(stored: Stored) -> tuple[Any, ...]:
 def readable(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Any]:
     """RawTensors of a checkpoint by name: each quantized weight and its scales become one. Raises ModelError for a
     weight or quantization_config that is unknown or cannot be read."""
-    weights = StoredWeights(tensors, config)
-    method = weights.settings.get("quant_method")
-    if method and declared(config) is None:
-        known = ", ".join(name for name, each in quantizations().items() if not each.types)
-        hint = f"known are {known}; take the unquantized model, or a GGUF file"
-        raise ModelError(f"quantization_config names {method!r}, which is unknown", hint)
-    if weights.loose:
-        raise weights.unreadable(weights.loose[0])
+    weights = _known_weights(tensors, config)
     tensors_read: dict[str, Any] = {}
     for name, stored in weights.stored.items():
         if repacked := weights.repacked(stored):
@@ -346,6 +339,37 @@ def readable(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[s
             tensors_read |= {each.name: each for each in (stored.main, *stored.auxiliary.values())}
     check_types(each for each in tensors_read.values() if isinstance(each, Tensor))
     return tensors_read
+
+
+def readable_shapes(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Shape] | None:
+    """Names and shapes of `readable`, from headers alone; None if the headers of a weight do not tell its shape. Raises
+    ModelError as `readable` does, except for wrong values."""
+    weights, shapes = _known_weights(tensors, config), {}
+    for name, stored in weights.stored.items():
+        quantization, (shape, _) = weights.look(stored)
+        if problem := weights.problem(stored):
+            raise ModelError(f"{stored.main.name} {problem}", AGAIN)
+        if shape is None or "weight_shape" in stored.auxiliary:  # whose values tell it
+            return None
+        shapes[name] = shape
+        if quantization is None:
+            shapes |= {each.name: each.shape for each in stored.auxiliary.values()}
+    check_types(tensors.values())
+    return shapes
+
+
+def _known_weights(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> StoredWeights:
+    """The weights of a checkpoint. Raises ModelError for an unknown quantization_config, or a tensor whose weight is
+    missing."""
+    weights = StoredWeights(tensors, config)
+    method = weights.settings.get("quant_method")
+    if method and declared(config) is None:
+        known = ", ".join(name for name, each in quantizations().items() if not each.types)
+        hint = f"known are {known}; take the unquantized model, or a GGUF file"
+        raise ModelError(f"quantization_config names {method!r}, which is unknown", hint)
+    if weights.loose:
+        raise weights.unreadable(weights.loose[0])
+    return weights
 
 
 def _widened(decode: Decode) -> Repacked:

@@ -140,7 +140,7 @@ class _Remote:
         first, size = self._bytes(file, 0, FIRST)
         while True:
             try:
-                return parse(path, np.frombuffer(first, np.uint8), size)
+                return parse(File(path, here=False), np.frombuffer(first, np.uint8), size)
             except IncompleteHeader:
                 more = (
                     self._bytes(file, len(first), 3 * len(first))[0]

@@ -2,7 +2,7 @@
 compares them with those of a checkpoint."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import numpy as np
@@ -27,7 +27,7 @@ class UnreadWeights(Weights):
         super().__init__(tensors, cast(Backend, None), source)
 
     def raw(self, name: str, *shapes: tuple[int, ...]) -> RawTensor:
-        return cast(RawTensor, _Valueless(tuple(self.found(name, *shapes).shape)))
+        return Valueless(name, tuple(self.found(name, *shapes).shape))
 
     def get(self, name: str, *shape: int, precise: bool = False) -> Weight:
         self.raw(name, shape)
@@ -54,20 +54,46 @@ class _Recorder(UnreadWeights):
 
     def raw(self, name: str, *shapes: tuple[int, ...]) -> RawTensor:
         self.shapes.setdefault(self._rename(name), shapes[0])
-        return cast(RawTensor, _Valueless(shapes[0]))
+        return Valueless(name, shapes[0])
 
     def unlisted(self, name: str, *shape: int) -> RawTensor:
-        return cast(RawTensor, _Valueless(shape))
+        return Valueless(name, shape)
 
     def has(self, name: str, *, usual: bool = False) -> bool:
         return usual
 
 
 @dataclass(frozen=True, slots=True)
-class _Valueless:
-    """A RawTensor of zeros, without its other methods."""
+class Valueless:
+    """A RawTensor of zeros, which take no memory."""
 
+    name: str
     shape: tuple[int, ...]
+    dtype: str = "F32"
+
+    def fingerprint(self) -> int:
+        return 0
 
     def float32(self) -> NDArray[np.float32]:
         return np.broadcast_to(np.float32(0), self.shape)
+
+    def take_rows(self, rows: NDArray[np.int64]) -> "Valueless":
+        return self.shaped(len(rows), *self.shape[1:])
+
+    def part(self, index: int) -> "Valueless":
+        return self.shaped(*self.shape[1:])
+
+    def shaped(self, *shape: int) -> "Valueless":
+        return replace(self, shape=shape)
+
+    def transposed(self) -> "Valueless":
+        return self.shaped(*self.shape[::-1])
+
+    def plain(self) -> "Valueless":
+        return self
+
+    def affine(self, factor: float, offset: float) -> "Valueless":
+        return self
+
+    def exp(self) -> "Valueless":
+        return self

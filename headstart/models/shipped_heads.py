@@ -50,7 +50,7 @@ def shipped_heads(checkpoint: Checkpoint) -> dict[str, Path]:
         return {}
     sizes = config.hidden_size, config.vocab_size
     sized = [each for each in heads_in_package() if (each.hidden_size, each.vocab_size) == sizes]
-    if not sized or not all(tensor.here for tensor in checkpoint.tensors.values()):
+    if not sized or not checkpoint.here:
         return {}
     fingerprint = trunk_fingerprint(canonical_tensors(checkpoint, family, config))
     return {each.kind: each.folder for each in sized if each.trunk_fingerprint == fingerprint}

@@ -15,7 +15,7 @@ from headstart.core import Progress, no_progress
 from headstart.errors import ModelError
 from headstart.formats.base import Checkpoint, make_tensor
 from headstart.formats.gguf_names import FOUND
-from headstart.formats.quantization import ACTIVATIONS, readable
+from headstart.formats.quantization import ACTIVATIONS, readable, readable_shapes
 from headstart.formats.rows import unpermute_rows
 from headstart.heads.published import MARK, no_model
 from headstart.kernels.ops import Backend, RawTensor
@@ -24,7 +24,7 @@ from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import Decoder
 from headstart.layers.ngram import NUMBERS
-from headstart.layers.shapes import UnreadWeights
+from headstart.layers.shapes import UnreadWeights, Valueless
 from headstart.layers.vision import PREFIX, VisionConfig, VisionNetwork
 from headstart.layers.weights import Weights
 from headstart.models import _clip
@@ -190,8 +190,15 @@ def check_all_used(weights: Weights) -> None:
 
 
 def check_trunk(checkpoint: Checkpoint, family: Family, config: DecoderConfig) -> None:
-    """Raises ModelError where `load_decoder` would, as far as names and shapes tell."""
-    weights = UnreadWeights(canonical_tensors(checkpoint, family, config), str(checkpoint.path))
+    """Raises ModelError where `load_decoder` would, as far as names and shapes tell. Of remote files whose headers do
+    not tell all shapes nothing is compared."""
+    if checkpoint.here:
+        read = readable(checkpoint.tensors, checkpoint.config)
+    elif (shapes := readable_shapes(checkpoint.tensors, checkpoint.config)) is not None:
+        read = {name: Valueless(name, shape) for name, shape in shapes.items()}
+    else:
+        return
+    weights = UnreadWeights(as_canonical(read, checkpoint, family, config), str(checkpoint.path))
     family.build(weights, config)
     # An LM head beside tied embeddings is refused only if its values differ.
     if left := [name for name in unused_tensors(weights) if name != LM_HEAD]:
@@ -251,10 +258,13 @@ def as_canonical(
 
 
 def _token_numbers(checkpoint: Checkpoint, config: DecoderConfig) -> dict[str, RawTensor]:
-    """The tensor NUMBERS of the checkpoint's tokenizer, if a memory reads it. Ids without a token have the number 0."""
+    """The tensor NUMBERS of the checkpoint's tokenizer (of remote files zeros), if a memory reads it. Ids without a
+    token have the number 0."""
     declared = next((each.memory.normalized for each in config.layers if each.memory and each.memory.normalized), None)
     if declared is None:
         return {}
+    if not checkpoint.here:
+        return {NUMBERS: Valueless(NUMBERS, (declared[0], 1))}
     (size, count), found = declared, checkpoint.load_tokenizer().normalized_numbers()[: declared[0]]
     if found.max(initial=-1) + 1 != count:
         what = f"{checkpoint.name}: the tokenizer has {found.max(initial=-1) + 1} different normalized tokens, but "

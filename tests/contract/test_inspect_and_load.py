@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from pathlib import Path
@@ -21,8 +22,8 @@ from test_converted_families import CONVERTED, GGUF_CHANGES, write_converted
 from tiny_models import write_model
 
 from headstart.errors import ModelError
-from headstart.formats import open_checkpoint
-from headstart.formats.base import strip_wrapper
+from headstart.formats import open_checkpoint, open_described
+from headstart.formats.base import Checkpoint, File, strip_wrapper
 from headstart.formats.gguf_names import canonical_names, gguf_name
 from headstart.formats.tensor_parts import MTP, part_of
 from headstart.models.described import DESCRIBED
@@ -30,7 +31,7 @@ from headstart.models.families import known_family
 from headstart.models.native_heads import examine
 from headstart.models.small import Arrays
 from headstart.tools.inspect import run as inspect
-from headstart.tools.inspect.run import InspectOptions
+from headstart.tools.inspect.run import InspectOptions, runs_here
 
 Config = dict[str, Any]
 FAMILIES = [name for name in ALL_FAMILIES if family_of(name).head]
@@ -45,6 +46,7 @@ def assert_same_decision(path: Path, *expected: str) -> dict[str, Any]:
     heads: dict[str, Any] = report.data["heads"]
     verdict = heads["verdict"]
     assert report.data["here"]["runs"], report.data["here"]
+    assert of_headers(path)["runs"], of_headers(path)
     if verdict in ("partial", "mismatch"):
         with pytest.raises(ModelError) as refused:
             model_at(path, drafter="mtp")
@@ -67,7 +69,17 @@ def assert_same_refusal(path: Path, *parts: str) -> str:
         model_at(path)
     assert not here["runs"] and (here["why"], here["fix"]) == (refused.value.message, refused.value.hint)
     assert all(part in here["why"] for part in parts)
+    if "tokenizer" not in here["why"]:
+        assert (of_headers(path)["why"], of_headers(path)["fix"]) == (here["why"], here["fix"])
     return str(here["fix"])
+
+
+def of_headers(path: Path) -> dict[str, Any]:
+    """Whether the engine runs a checkpoint on the Hub, of which headers alone are read."""
+    found = open_described(str(path))
+    remote = {name: replace(each, source=File(Path("m"), here=False)) for name, each in found.tensors.items()}
+    reader = found.load_tokenizer if found.format == "gguf" else Checkpoint.load_tokenizer  # the default has none
+    return runs_here(replace(found, tensors=remote, load_tokenizer=reader))
 
 
 def with_prefix(arrays: Arrays, wrapper: str) -> Arrays:

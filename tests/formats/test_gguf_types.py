@@ -17,7 +17,7 @@ from headstart.engine import load
 from headstart.errors import CapacityError, ModelError
 from headstart.formats import gguf_file, open_checkpoint
 from headstart.formats.base import BITS, WIDENED, Tensor, make_tensor
-from headstart.formats.quantization import readable
+from headstart.formats.quantization import readable, readable_shapes
 from headstart.tools.inspect.run import InspectOptions, run
 
 READ = sorted(each.name for each in Kind if each.name not in (*BITS, "Q8_1", "Q8_K"))
@@ -64,7 +64,7 @@ def test_kernels_keep_every_value(kind: Kind, count: int) -> None:
     if count:
         tensors["a.scale"] = stored("a.scale", "F32", scales, (count,))
     read = readable(tensors, {})
-    assert list(read) == ["a.weight"]
+    assert list(read) == ["a.weight"] and readable_shapes(tensors, {}) == {"a.weight": read["a.weight"].shape}
     expected = values(kind, raw) * (scales if count else np.ones(1, np.float32)).reshape(-1, 1, 1)
     np.testing.assert_allclose(read["a.weight"].float32(), expected, rtol=2e-7)
     pool = packing.ThreadPool(1)

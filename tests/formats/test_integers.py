@@ -12,7 +12,7 @@ from tiny_models import write_model
 
 from headstart.errors import ModelError
 from headstart.formats.base import make_tensor
-from headstart.formats.quantization import readable
+from headstart.formats.quantization import readable, readable_shapes
 
 OUT, IN, GROUP = 48, 96, 32
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -113,6 +113,8 @@ def tensors(parts: dict[str, Any]) -> dict[str, Any]:
 def test_integer_values_match_the_format(case: str) -> None:
     expected, parts, settings, dtype = CASES[case]
     read = readable(tensors(parts), {"quantization_config": settings})
+    told = None if "weight_shape" in parts else {"a.weight": (OUT, IN)}
+    assert readable_shapes(tensors(parts), {"quantization_config": settings}) == told
     assert list(read) == ["a.weight"]
     found = read["a.weight"]
     assert (found.shape, found.dtype) == ((OUT, IN), dtype)

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from headstart.errors import ModelError
 from headstart.formats.base import Tensor, make_tensor
-from headstart.formats.quantization import readable
+from headstart.formats.quantization import readable, readable_shapes
 from headstart.formats.safetensors import bfloat16
 
 ROWS, COLUMNS = 48, 256
@@ -154,6 +154,7 @@ def test_values_match_the_format(case: str) -> None:
     assert list(read) == ["a.weight"]
     found = read["a.weight"]
     assert found.shape == expected.shape
+    assert readable_shapes(tensors(parts), {"quantization_config": settings}) == {"a.weight": found.shape}
     np.testing.assert_array_equal(rounded(found.float32()), rounded(expected))
     chosen = rng.permutation(ROWS)[:9]
     np.testing.assert_array_equal(rounded(found.take_rows(chosen).float32()), rounded(expected[chosen]))

@@ -21,7 +21,7 @@ from headstart.formats.adapter import is_adapter
 from headstart.formats.base import Checkpoint, widened
 from headstart.formats.json_object import read_object
 from headstart.formats.pickled import pickles_in, read_pickles
-from headstart.formats.quantization import WeightHeader, readable, settings_of, weight_headers
+from headstart.formats.quantization import WeightHeader, settings_of, weight_headers
 from headstart.formats.sizes import MAX_SIZE, SIZE_KEYS, lookup, text_config
 from headstart.heads.layouts.gguf import with_published_names
 from headstart.models.classify import classify
@@ -256,10 +256,9 @@ def runs_here(checkpoint: Checkpoint) -> dict[str, Any]:
     try:
         family = find_family(checkpoint)
         sizes = read_config(checkpoint, family)
-        if checkpoint.format == "gguf":
-            readable(checkpoint.tensors, checkpoint.config)
-        if checkpoint.tensors and checkpoint.path.exists():  # not for a config alone, or a repo's headers
-            checkpoint.load_tokenizer()
+        if checkpoint.tensors:  # not for a config alone
+            if checkpoint.here or checkpoint.format == "gguf":
+                checkpoint.load_tokenizer()
             check_trunk(checkpoint, family, sizes)
         if not checkpoint.tensors and pytorch_files(checkpoint.path):
             raise no_checkpoint(checkpoint.path)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,6 +19,8 @@ import gguf_files
 import numpy as np
 import pytest
 from huggingface_hub import close_session
+from support import family_of
+from tiny_models import write_model
 from zoo import ZOO, Tensors, config_of, heads, trunk, write
 
 from headstart.cli.main import main
@@ -178,6 +181,30 @@ def test_gguf_repo_is_inspected(hub: Hub, monkeypatch: pytest.MonkeyPatch, step:
         assert (data["format"], data["heads"]["verdict"]) == ("gguf", "none")
         assert data["total"]["bytes"] == 4096 * 256 * 4 + 128
     assert hub.weight_bytes < 600_000
+
+
+def test_trunk_of_a_repo_is_compared_with_its_config(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "FIRST", 16 * 1024)  # only headers
+    config, arrays = family_of("qwen3").tiny()
+    name = "model.layers.1.self_attn.o_proj.weight"
+    for changed, why in (
+        (arrays, ""), ({**arrays, name: arrays[name][:-1]}, "has shape"), ({**arrays, "x": arrays[name]}, "no place"),
+        ({each: array for each, array in arrays.items() if each != name}, "has no tensor"),
+    ):  # fmt: skip
+        write_model(hub.folder, config, changed)
+        shutil.rmtree(hub.folder.parent / "cache", ignore_errors=True)
+        here = inspect_data()["here"]
+        assert here["runs"] == (not why) and why in here["why"] and ("layers.1" in here["why"] or why != "has shape")
+    assert hub.weight_bytes < 5 * 16 * 1024
+
+
+def test_gguf_file_within_the_first_request_is_inspected(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "FIRST", 1 << 24)
+    config, arrays = family_of("llama").tiny()
+    factors = np.ones(config["head_dim"] // 2, np.float32)
+    path, more = hub.folder / "m.gguf", lambda writer: writer.add_tensor("rope_freqs.weight", factors)
+    gguf_files.write_gguf(path, config, arrays, more=more)
+    assert inspect_data()["here"] == inspect.run(InspectOptions(model=str(hub.folder / "m.gguf"))).data["here"]
 
 
 def test_exported_module_is_classified_by_its_tensors(hub: Hub) -> None:
