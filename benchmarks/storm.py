@@ -18,12 +18,13 @@ import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from measure.questions import in_turns
 
-from headstart.tools.client import Server, post
+from headstart.tools.client import Response, Server, post
 
 CHAT = "/v1/chat/completions"
 Body = dict[str, Any]
@@ -103,9 +104,10 @@ async def storm_client(args: argparse.Namespace, texts: list[str], seed: int, en
             answer = await post(Server(args.host, args.port), CHAT, rng.choice(BAD))
             log.append(("bad", None, answer))
         elif kind < 0.2:
-            answer = await post(
-                Server(args.host, args.port), CHAT, storm_body(texts, rng), leave_after=rng.uniform(0.0, 0.5)
-            )
+            body, answer = storm_body(texts, rng), Response(status=-1)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(rng.uniform(0.0, 0.5)):
+                    answer = await post(Server(args.host, args.port), CHAT, body)
             log.append(("left", None, answer))
         else:
             body = storm_body(texts, rng)

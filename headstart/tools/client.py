@@ -61,15 +61,19 @@ class Server:
 class Response:
     """A response. Times are in seconds since the request was sent."""
 
-    status: int = 0  # HTTP status; -1: this client closed the connection
+    status: int = 0  # HTTP status
     text: str = ""  # generated text
-    first: float = 0.0  # time of the first text
     seconds: float = 0.0  # time of the end
     pieces: list[tuple[float, int]] = field(default_factory=list)  # (arrival time, characters) of each piece of text
     usage: dict[str, Any] = field(default_factory=dict)
     finish_reason: str = ""
     body: str = ""
     broken: bool = False  # the connection ended before the response was complete
+
+    @property
+    def first(self) -> float:
+        """Time of the first text; 0 without text."""
+        return self.pieces[0][0] if self.pieces else 0.0
 
 
 class _Collector(asyncio.Protocol):
@@ -129,29 +133,26 @@ class _Collector(asyncio.Protocol):
 
 async def get(server: Server, path: str) -> Response:
     """Returns the response with its unparsed `body`; follows one redirect. Raises OSError if no server listens."""
-    answer, collector, _ = await _exchange(server, "GET", path, b"", None)
+    answer, collector, _ = await _exchange(server, "GET", path)
     if answer.status in REDIRECTS and (to := collector.headers.get(b"location")):
         moved = urlsplit(urljoin(server.prefix + path, to.decode())).path.removeprefix(server.prefix)
-        answer, collector, _ = await _exchange(server, "GET", moved, b"", None)
+        answer, collector, _ = await _exchange(server, "GET", moved)
     answer.body = collector.text
     return answer
 
 
-async def post(
-    server: Server, path: str, body: dict[str, Any] | bytes, *, leave_after: float | None = None
-) -> Response:
-    """Posts a request and parses the whole completion, or closes the connection after `leave_after` seconds. Raises
-    OSError if the server cannot be reached or is silent for SILENCE_S, ValueError for an invalid response."""
+async def post(server: Server, path: str, body: dict[str, Any] | bytes) -> Response:
+    """Posts a request and parses the whole completion. Raises OSError if the server cannot be reached or is silent for
+    SILENCE_S, ValueError for an invalid response."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    answer, collector, sent = await _exchange(server, "POST", path, content, leave_after)
-    if answer.status > 0:
+    answer, collector, sent = await _exchange(server, "POST", path, content)
+    if answer.status:
         _parse(collector, answer, sent)
     return answer
 
 
-async def _exchange(
-    server: Server, method: str, path: str, content: bytes, leave_after: float | None
-) -> tuple[Response, _Collector, float]:
+async def _exchange(server: Server, method: str, path: str, content: bytes = b"") -> tuple[Response, _Collector, float]:
+    """Returns (response without its content, its collector, time at which the request was sent)."""
     fields = [f"{method} {server.prefix}{path} HTTP/1.1", f"Host: {server.host}:{server.port}", "Connection: close"]
     fields += ["Content-Type: application/json", f"Content-Length: {len(content)}"]
     fields += [f"Authorization: Bearer {server.api_key}"] if server.api_key else []
@@ -162,12 +163,8 @@ async def _exchange(
     )
     answer = Response()
     try:
-        await _wait(collector, leave_after)
+        await _wait(collector)
         answer.status, answer.broken = collector.status, not collector.complete
-    except TimeoutError:
-        if leave_after is None:
-            raise TimeoutError(f"the server sent nothing for {SILENCE_S:g} s") from None
-        answer.status = -1
     finally:
         answer.seconds = time.perf_counter() - sent
         transport.abort()
@@ -182,16 +179,12 @@ def _tls(server: Server) -> ssl.SSLContext | bool | None:
     return context
 
 
-async def _wait(collector: _Collector, leave_after: float | None) -> None:
-    """Waits for the end of the response. Raises TimeoutError after `leave_after` seconds, or SILENCE_S without data."""
-    if leave_after is not None:
-        async with asyncio.timeout(leave_after):
-            await collector.ended
-        return
+async def _wait(collector: _Collector) -> None:
+    """Waits for the end of the response. Raises TimeoutError after SILENCE_S without data."""
     while not collector.ended.done():
         left = collector.received_at + SILENCE_S - time.perf_counter()
         if left <= 0:
-            raise TimeoutError
+            raise TimeoutError(f"the server sent nothing for {SILENCE_S:g} s")
         await asyncio.wait([collector.ended], timeout=left)
 
 
@@ -203,9 +196,8 @@ def _parse(collector: _Collector, answer: Response, sent: float) -> None:
                 _add_choices(json.loads(event), answer, when - sent)
         return
     answer.body = collector.text
-    answer.first = collector.parts[-1][0] - sent if collector.parts else 0.0
     if answer.status == 200 and not answer.broken:
-        _add_choices(json.loads(answer.body), answer, answer.first)
+        _add_choices(json.loads(answer.body), answer, collector.parts[-1][0] - sent)
 
 
 def _events(parts: list[tuple[float, bytes]]) -> Iterator[tuple[float, bytes]]:
@@ -230,7 +222,6 @@ def _add_choices(document: dict[str, Any], answer: Response, now: float) -> None
         if choice.get("finish_reason"):
             answer.finish_reason = choice["finish_reason"]
         if text:
-            answer.first = answer.first or now
             answer.pieces.append((now, len(text)))
             answer.text += text
 

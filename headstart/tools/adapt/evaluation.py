@@ -147,7 +147,8 @@ class HeadComparison:
 
     @property
     def is_better(self) -> bool:
-        return self.difference is not None and self.difference[0] > 0
+        interval = self.difference
+        return interval is not None and interval[0] > 0
 
     def line(self, what: str) -> str:
         if not self.before:

@@ -117,14 +117,19 @@ def near_best(fixed: Mapping[str, Seq[BenchCell]], auto: Seq[BenchCell]) -> Spee
     return _check("near the best depth", auto, ratio.point >= NEAR_BEST, ratio, text)
 
 
-def checks(cells: Iterable[BenchCell]) -> list[SpeedCheck]:
-    """Returns both checks for every workload and load that was measured in the modes they need."""
+def complete_cells(cells: Iterable[BenchCell]) -> list[dict[str, list[BenchCell]]]:
+    """Returns {mode: complete cells} of each workload and load, in order of appearance."""
     groups: dict[LoadSetting, dict[str, list[BenchCell]]] = {}
     for cell in cells:
         if cell.complete:
             groups.setdefault(cell.group, {}).setdefault(cell.mode, []).append(cell)
+    return list(groups.values())
+
+
+def checks(cells: Iterable[BenchCell]) -> list[SpeedCheck]:
+    """Returns both checks for every workload and load that was measured in the modes they need."""
     made = []
-    for modes in groups.values():
+    for modes in complete_cells(cells):
         auto = modes.pop(AUTO, None)
         if auto and OFF in modes:
             made.append(never_slower(modes[OFF], auto))
@@ -143,15 +148,12 @@ def _check(name: CheckName, cells: Seq[BenchCell], ok: bool | None, ratio: Inter
 
 
 def rows_of(cells: Seq[BenchCell], *, price_per_hour: float | None = None) -> list[BenchRow]:
-    """Returns one row per workload, load and mode, in order of appearance; incomplete cells are left out."""
-    cells_of: dict[tuple[LoadSetting, str], list[BenchCell]] = {}
-    for cell in cells:
-        if cell.complete:
-            cells_of.setdefault((cell.group, cell.mode), []).append(cell)
-    modes = sorted(dict.fromkeys(cell.mode for cell in cells), key=mode_order)
-    groups = dict.fromkeys(group for group, _ in cells_of)
-    keys = [(group, mode) for group in groups for mode in modes if (group, mode) in cells_of]
-    return [_row(cells_of[key], cells_of.get((key[0], OFF), []), price_per_hour) for key in keys]
+    """Returns one row per workload, load and mode; incomplete cells are left out."""
+    return [
+        _row(modes[mode], modes.get(OFF, []), price_per_hour)
+        for modes in complete_cells(cells)
+        for mode in sorted(modes, key=mode_order)
+    ]
 
 
 def mode_order(mode: str) -> tuple[int, int, str]:

@@ -98,14 +98,14 @@ class GateRecord:
     @classmethod
     def read(cls, path: Path) -> "GateRecord":
         """Raises UsageError for a file that `--save` did not write."""
+        from pydantic import TypeAdapter  # slow to import
+
         try:
             data = json.loads(read_text(path))
             if data["format"] != FORMAT:
                 raise ValueError
-            fields = {key: {**each, "texts": tuple(each["texts"])} for key, each in data["answers"].items()}
-            answers = {key: GateAnswer(**each) for key, each in fields.items()}
-            return cls(str(data["model"]), int(data["max_tokens"]), int(data["seed"]), answers)
-        except (ValueError, KeyError, TypeError, AttributeError):
+            return TypeAdapter(cls).validate_python(data)
+        except (ValueError, KeyError, TypeError):
             raise UsageError(f"{path} is no baseline of this version", "write one with headstart gate --save") from None
 
 

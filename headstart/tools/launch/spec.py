@@ -7,6 +7,7 @@ from typing import Any
 
 from headstart.models.classify import DrafterKind
 from headstart.tools.options import ServerFlags
+from headstart.wording import flag_of
 
 PLATFORMS = {"cuda": "NVIDIA GPUs", "rocm": "AMD GPUs", "xpu": "Intel GPUs", "npu": "Ascend NPUs",
              "metal": "Apple's GPUs", "cpu": "a CPU alone"}  # fmt: skip
@@ -17,7 +18,7 @@ VISIBLE = {"npu": "ASCEND_RT_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES", "c
 
 def option_flag(name: str) -> str:
     """Returns the flag of a field of LaunchRequest or of a common option."""
-    return f"--{name.removesuffix('_gb').replace('_', '-')}"
+    return flag_of(name.removesuffix("_gb"))
 
 
 @dataclass(frozen=True, kw_only=True)
