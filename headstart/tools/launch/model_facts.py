@@ -49,18 +49,19 @@ def read_facts(model: str | None) -> ModelFacts:
 
 
 def _gguf_facts(path: Path) -> ModelFacts:
-    file = read_gguf(path)
-    kind = str(file.metadata.get("general.architecture", "unknown"))
+    parts = [read_gguf(part) for part in gguf.parts_of(path)]
+    metadata, tensors = parts[0].metadata, {name: tensor for part in parts for name, tensor in part.tensors.items()}
+    kind = str(metadata.get("general.architecture", "unknown"))
 
     def number(key: str) -> int:
-        value = file.metadata.get(f"{kind}.{key}", 0)
+        value = metadata.get(f"{kind}.{key}", 0)
         return int(value) if isinstance(value, int | float) else 0
 
     promised = number("nextn_predict_layers")
     return ModelFacts(
         source=str(path), model_type=kind, format="gguf",
-        weight_bytes=sum(tensor.nbytes for tensor in file.tensors.values()),
-        modules=promised if any(".nextn." in name for name in file.tensors) else 0,
+        weight_bytes=sum(tensor.nbytes for tensor in tensors.values()),
+        modules=promised if any(".nextn." in name for name in tensors) else 0,
         attention_heads=number("attention.head_count") or 1, experts=number("expert_count"), declared=promised,
     )  # fmt: skip
 

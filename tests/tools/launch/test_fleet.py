@@ -14,18 +14,25 @@ from headstart.cli.main import main
 from headstart.errors import CapacityError, UsageError
 from headstart.tools.launch import fleet, prepare as launch
 from headstart.tools.launch.fleet import parse_roles
+from headstart.tools.launch.model_facts import read_facts
 from headstart.tools.launch.parallelism import cores_of_workers
 from headstart.tools.launch.spec import LaunchPlan, LaunchStep
 
 Capture = pytest.CaptureFixture[str]
 
 
-def small_gguf(folder: Path) -> str:
+def small_gguf(folder: Path, name: str = "m.gguf", tensor: str = "token_embd.weight") -> str:
     """A GGUF file with the fields that `launch` reads."""
-    writer = gguf.GGUFWriter(folder / "m.gguf", "llama")
+    writer = gguf.GGUFWriter(folder / name, "llama")
     writer.add_head_count(8)
-    writer.add_tensor("token_embd.weight", np.zeros((4, 32), np.float32))
-    return str(gguf_files.written(writer, folder / "m.gguf"))
+    writer.add_tensor(tensor, np.zeros((4, 32), np.float32))
+    return str(gguf_files.written(writer, folder / name))
+
+
+def test_parts_of_a_split_gguf_model_count_together(tmp_path: Path) -> None:
+    first = small_gguf(tmp_path, "m-00001-of-00002.gguf")
+    small_gguf(tmp_path, "m-00002-of-00002.gguf", "blk.1.nextn.eh_proj.weight")
+    assert read_facts(first).weight_bytes == 2 * 4 * 32 * 4
 
 
 def plan_launch(model: str, engine: str = "vllm", **options: Any) -> LaunchPlan:
