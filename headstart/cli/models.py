@@ -43,7 +43,7 @@ class ListFlags(OptionGroup):
     """What is listed."""
 
     available: bool = option("List published models with heads of their own, by short name.", default=False)
-    prune: bool = option("Remove what is made anew when it is needed: packed weights and measurements.", default=False)
+    prune: bool = option("Remove packed weights and measurements, which are made again when needed.", default=False)
 
 
 @command("headstart models list", "headstart models --json", "headstart models --available", "headstart models --prune")

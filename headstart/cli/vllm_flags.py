@@ -58,22 +58,22 @@ class VllmFlag:
 
 
 FLAGS: Mapping[str, VllmFlag] = {
-    "--enable-prefix-caching": VllmFlag("On anyway."),
-    "--enable-chunked-prefill": VllmFlag("On anyway."),
-    "--enable-auto-tool-choice": VllmFlag("On anyway."),
-    "--disable-log-requests": VllmFlag("So it is anyway."),
-    "--no-enable-log-requests": VllmFlag("So it is anyway."),
+    "--enable-prefix-caching": VllmFlag("No effect: always on."),
+    "--enable-chunked-prefill": VllmFlag("No effect: always on."),
+    "--enable-auto-tool-choice": VllmFlag("No effect: always on."),
+    "--disable-log-requests": VllmFlag("No effect: prompts are never logged."),
+    "--no-enable-log-requests": VllmFlag("No effect: prompts are never logged."),
     "--enable-log-requests": VllmFlag("Refused: prompts are never logged.", "leave it out"),
     "--enforce-eager": VllmFlag("No effect: nothing is compiled or captured."),
     "--trust-remote-code": VllmFlag("No effect: no code is run from checkpoints."),
-    "--enable-lora": VllmFlag("On anyway; --lora names the adapters."),
-    "--max-loras": VllmFlag("No limit.", takes_value=True),
-    "--max-cpu-loras": VllmFlag("No limit.", takes_value=True),
-    "--max-lora-rank": VllmFlag("No limit.", takes_value=True),
+    "--enable-lora": VllmFlag("No effect: always on. --lora names the adapters."),
+    "--max-loras": VllmFlag("No effect: there is no limit.", takes_value=True),
+    "--max-cpu-loras": VllmFlag("No effect: there is no limit.", takes_value=True),
+    "--max-lora-rank": VllmFlag("No effect: there is no limit.", takes_value=True),
     "--swap-space": VllmFlag("No effect: preempted sequences are computed again.", takes_value=True),
-    "--tensor-parallel-size": VllmFlag("1.", ONE_COPY, True, ("1",)),
-    "--pipeline-parallel-size": VllmFlag("1.", ONE_COPY, True, ("1",)),
-    "--data-parallel-size": VllmFlag("1.", ONE_COPY, True, ("1",)),
+    "--tensor-parallel-size": VllmFlag("Must be 1.", ONE_COPY, True, ("1",)),
+    "--pipeline-parallel-size": VllmFlag("Must be 1.", ONE_COPY, True, ("1",)),
+    "--data-parallel-size": VllmFlag("Must be 1.", ONE_COPY, True, ("1",)),
     "--speculative-disable-by-batch-size": VllmFlag("No drafts while more sequences run.", takes_value=True),
     "--load-format": VllmFlag(
         "auto, safetensors or gguf.", "safetensors and GGUF are recognized: leave it out", True, LOAD_FORMATS
@@ -109,16 +109,16 @@ HINTS: tuple[tuple[str, str], ...] = (
     (r"structured|guided|reasoning-config", "grammars and schemas work without a setting: leave it out"),
     (r"ssl-|uds|grpc|root-path|middleware|h11|uvicorn", "put a proxy in front of it, such as nginx"),
     (r"pool|embed|convert|runner", "headstart generates text only: leave it out"),
-    (r"logits-proc", "headstart runs no code of others: leave it out"),
-    (r"log(?!p)|trace|otlp|profil|metric|stats|observ", "/metrics and --access-log are what there is: leave it out"),
-    (r"tool|chat|template|response-role", "--tool-call-parser and --chat-template are what there is: leave it out"),
+    (r"logits-proc", "headstart runs no external code: leave it out"),
+    (r"log(?!p)|trace|otlp|profil|metric|stats|observ", "/metrics and --access-log replace it: leave it out"),
+    (r"tool|chat|template|response-role", "--tool-call-parser and --chat-template replace it: leave it out"),
     (r"schedul|prefill|batch|stream|async|queue", "--max-num-seqs and --max-num-batched-tokens size passes"),
-    (r"memory|device", "--kv-blocks and --threads are what there is: leave it out"),
+    (r"memory|device", "--kv-blocks and --threads replace it: leave it out"),
     (r"load|download|safetensors|hf-|tokenizer|config|model|revision|quantization|dtype|rope",
      "the checkpoint's own files decide it: leave it out"),
 )  # fmt: skip
 """Patterns in the names of other vLLM flags -> what to do instead; the first match counts."""
-NO_COUNTERPART = "headstart has nothing like it: leave it out, or serve with --engine vllm"
+NO_COUNTERPART = "headstart has no counterpart: leave it out, or serve with --engine vllm"
 
 
 def hint_of(flag: str) -> str:

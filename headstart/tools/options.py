@@ -68,7 +68,7 @@ class GateFlags(OptionGroup):
     model: str | None = option("Model of a server with several. Default: the first that it lists.")
     api_key: str | None = option("Bearer token of the servers. Or $HEADSTART_API_KEY.")
     floor: float = option("Least tokens per pass, as a share of the old one.", default=0.9, above=0, max=1)
-    allow_text_changes: bool = option("Another text is no failure: the weights or the engine changed.", default=False)
+    allow_text_changes: bool = option("Different texts are no failure, for changed weights or engines.", default=False)
     max_tokens: int = option("Longest answer, in tokens.", default=64, min=1, max=2**20)
     trials: int = option(
         "Prompts of each form, greedy and sampled. Below 6, lost JSON is not always noticed.",
@@ -133,7 +133,7 @@ class StepFlags(ModelOptions):
     )
     context: int = option("Cached positions before the rows.", default=128, min=0)
     repeats: int | None = option("Passes of each kind. Default: 5 to 50, as time allows.", min=1)
-    profile: bool = option("Also show the parts of the time of passes and engine steps.", default=False)
+    profile: bool = option("Also show the time of each part of passes and engine steps.", default=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +155,7 @@ class BenchFlags(ModelOptions):
         "Instead: requests per second, at random (Poisson) times.", "--request-rate", default=(), above=0, max=MAX_COUNT
     )
     requests: int | None = option("Requests of a run. Default: 8, or two per client.", min=1, max=MAX_COUNT)
-    input_tokens: int | None = option("Length of prompts, which are then made of running text.", min=1, max=MAX_TOKENS)
+    input_tokens: int | None = option("Length of prompts in tokens; they are then plain text.", min=1, max=MAX_TOKENS)
     output_tokens: int | None = option(
         "Maximum length of answers; the exact length with --input-tokens.", min=1, max=MAX_TOKENS
     )

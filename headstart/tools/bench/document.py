@@ -240,4 +240,4 @@ class BenchDocument:
             wrong = f"not JSON: {error}"
         else:
             return document
-        raise UsageError(f"{path} is {wrong}", "such a file is what headstart bench --out writes")
+        raise UsageError(f"{path} is {wrong}", "headstart bench --out writes such a file")

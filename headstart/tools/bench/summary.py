@@ -265,7 +265,7 @@ def table_lines(document: BenchDocument) -> list[str]:
     lines = [] if document.complete else [f"INCOMPLETE: {document.error}. Earlier measurements are kept."]
     for cell in (each for each in document.cells if not each.complete):
         answered = f"{cell.requests - cell.failed} answers, {cell.failed} failed"
-        lines.append(f"broke off, in no row: {cell.workload}, {cell.load}, {cell.mode}: {answered}")
+        lines.append(f"interrupted, in no row: {cell.workload}, {cell.load}, {cell.mode}: {answered}")
     for check in document.checks:
         if check.ok is not None:
             answer = "yes" if check.ok else "NO"

@@ -134,7 +134,7 @@ def _plan(
         return spec, launcher.plan(facts, spec, version), notes
     roles = ("",) * num_copies if options.disaggregate is None else fleet.parse_roles(options.disaggregate)
     if any(roles) and num_copies > 1:
-        raise UsageError(f"{launcher.title} takes --disaggregate or --dp", "the former says how many servers there are")
+        raise UsageError(f"{launcher.title} takes --disaggregate or --dp", "--disaggregate sets the number of servers")
     share, notes = fleet.share_devices(facts, hardware, len(roles))
     spec = replace(spec, parallel=share.parallel)
     return spec, fleet.plan_servers(launcher, facts, spec, version, roles, share, target), notes

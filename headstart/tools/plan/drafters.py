@@ -241,7 +241,7 @@ def _replace_drafter(shape: ModelShape, drafter: DrafterShape, weight_bytes: flo
 def describe_drafter(drafter: DrafterShape) -> str:
     """Describes the drafter and the assumptions about it, in one line."""
     if not drafter.can_draft:
-        return "nothing drafts"
+        return "no drafter"
     if drafter.kind == "mtp" and drafter.assumed:
         return "drafter: the model has no MTP head; one block, as `headstart train` gives a head, is assumed"
     known = DRAFTER_TYPES.get(drafter.kind)

@@ -81,7 +81,7 @@ class Sglang(EngineLauncher, data="sglang.json"):
         table = server.spec.depth_table
         deepest = max(deep for _, _, deep in table)
         if not deepest:
-            raise UsageError("--depth-by-batch drafts nothing in any row", "--depth 0 says that")
+            raise UsageError("--depth-by-batch drafts nothing in any row", "use --depth 0 instead")
         steps = {str(low): {"candidate_steps": [deep]} for low, _, deep in table}
         server.plan.files["adaptive.json"] = json.dumps(steps, indent=1) + "\n"
         server.plan.facts["adaptive.steps"] = [deep for _, _, deep in table]
