@@ -160,7 +160,7 @@ def _download_commands(file: WheelFile, folder: Path) -> Iterator[tuple[list[str
 
 def _run(command: list[str], folder: Path, progress: Callable[[int], None]) -> str | None:
     """Run a command with its temporary files in `folder`; returns None if it succeeded, else a line with the reason."""
-    environment = os.environ | {"TMPDIR": str(folder), "TEMP": str(folder), "TMP": str(folder)}
+    environment = system.child_environment() | {"TMPDIR": str(folder), "TEMP": str(folder), "TMP": str(folder)}
     log = folder / "output"
     with log.open("wb") as output:
         process = subprocess.Popen(

@@ -97,6 +97,13 @@ def set_affinity(cpus: Iterable[int]) -> None:
         os.sched_setaffinity(0, cpus)
 
 
+def child_environment() -> dict[str, str]:
+    """The environment of a Python child that imports modules from the places of this process. Else `python -m` and
+    `python -c` would import those of the working directory first."""
+    path = os.pathsep.join(each or str(Path.cwd()) for each in sys.path)
+    return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+
+
 def end_with_parent() -> None:
     """Send SIGTERM to this process when its parent ends. Does nothing outside Linux."""
     if sys.platform == "linux":

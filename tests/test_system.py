@@ -27,6 +27,13 @@ def test_lock_is_exclusive(tmp_path: Path) -> None:
         assert system.try_lock(third.fileno())
 
 
+@pytest.mark.parametrize("words", [("-m", "queue"), ("-c", "import queue")])
+def test_children_import_no_modules_of_the_working_directory(words: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "queue.py").write_text("raise SystemExit('the module of the working directory')")
+    done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=system.child_environment(), timeout=PATIENCE)
+    assert done.returncode == 0
+
+
 def test_pipe_without_a_reader_is_detected() -> None:
     reading, writing = os.pipe()
     with os.fdopen(writing, "w") as stream:

@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from typing import TypeVar
 
 from headstart.errors import BusyError, CapacityError
+from headstart.system import child_environment
 
 T = TypeVar("T")
 
@@ -21,8 +22,7 @@ class ChildProcess:
 
     def __init__(self, module: str, task: str) -> None:
         self.owner = os.getpid()  # a fork of this process must not share the pipes
-        path = os.pathsep.join(filter(None, sys.path))
-        environment = {**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
+        environment = {**child_environment(), "OPENBLAS_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
         try:
             self._popen = subprocess.Popen(
                 [sys.executable, "-c", f"from {module} import main; main()"],

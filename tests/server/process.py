@@ -57,12 +57,12 @@ class Server(HttpServer):
 
 
 @contextmanager
-def running(*arguments: str, port: int = 0) -> Iterator[Server]:
-    """A listening `headstart serve ARGUMENTS`; killed at the end if still running."""
+def running(*arguments: str, port: int = 0, folder: Path | None = None) -> Iterator[Server]:
+    """A listening `headstart serve ARGUMENTS`; killed at the end if still running. folder: its working directory."""
     log = Path(tempfile.mkdtemp()) / "log"
     with log.open("wb") as file:
         command = [PROGRAM, "serve", "--port", str(port), *arguments]
-        process = subprocess.Popen(command, stdout=file, stderr=file)
+        process = subprocess.Popen(command, stdout=file, stderr=file, cwd=folder)
     server = Server(process, log)
     try:
         server.url = until(lambda: _address(server), lambda: log.read_text("utf-8"))

@@ -29,9 +29,14 @@ CHAT = "/v1/chat/completions"
 
 
 @pytest.fixture(scope="module")
-def replicas() -> Iterator[Server]:
+def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Two replicas, in a working directory with another package of this name, as in a checkout."""
+    folder = tmp_path_factory.mktemp("checkout")
+    (folder / "headstart").mkdir()
+    (folder / "headstart" / "__init__.py").write_text("raise SystemExit('the package of the working directory')")
     patient = ("--shutdown-timeout", f"{PATIENCE:.0f}")  # a busy machine generates for minutes
-    with running("--replicas", "2", "--threads", "1", "--kv-blocks", "1024", "--api-key", "secret", *patient) as found:
+    common = ("--threads", "1", "--kv-blocks", "1024", "--api-key", "secret", *patient)
+    with running("--replicas", "2", *common, folder=folder) as found:
         found.client.headers["authorization"] = "Bearer secret"
         yield found
 

@@ -23,7 +23,7 @@ from urllib.parse import quote, urlsplit
 from headstart.errors import UsageError
 from headstart.server import limits
 from headstart.server.process import base_url
-from headstart.system import describe_exit, end_with_parent
+from headstart.system import child_environment, describe_exit, end_with_parent
 
 if TYPE_CHECKING:
     import ssl
@@ -93,7 +93,7 @@ class RouterProcess:
         self.last_lines.clear()
         self.process = await asyncio.create_subprocess_exec(
             *self.command(engines), stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT, start_new_session=True, limit=2**20,
+            stderr=asyncio.subprocess.STDOUT, start_new_session=True, limit=2**20, env=child_environment(),
         )  # fmt: skip
         listening = asyncio.create_task(self._listen(self.process))
         while not await self._answers():

@@ -26,7 +26,7 @@ from headstart.server.replicas.group import CpuShare, ReplicaGroup, ReplicaId, R
 from headstart.server.replicas.metrics import LOAD_METRICS, OWN_HEADER, total
 from headstart.server.replicas.relay import HOST, Relay, RelayServer
 from headstart.server.replicas.router import RouterMembership, RouterProcess, register, registered, send
-from headstart.system import describe_exit, free_port, handle_signals
+from headstart.system import child_environment, describe_exit, free_port, handle_signals
 
 log = logging.getLogger("headstart.server")
 
@@ -135,7 +135,9 @@ async def spawn(words: Seq[str], replica: ReplicaId, share: CpuShare, starts: in
     """A new process on a free port. It writes to the supervisor's stdout and stderr."""
     port = free_port()
     arguments, nothing = command(words, replica, port, share.threads), asyncio.subprocess.DEVNULL
-    process = await asyncio.create_subprocess_exec(*arguments, stdin=nothing, start_new_session=True)
+    process = await asyncio.create_subprocess_exec(
+        *arguments, stdin=nothing, start_new_session=True, env=child_environment()
+    )
     return ReplicaProcess(replica.number, port, share, starts, process)
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from headstart.core import Progress, Report, no_progress
 from headstart.errors import HeadstartError, UsageError
 from headstart.files import read_text
-from headstart.system import free_port, stop_process_group
+from headstart.system import child_environment, free_port, stop_process_group
 from headstart.tools.bench.summary import bootstrap_interval, draw_resamples, paired
 from headstart.tools.client import Server, find_model, list_models
 from headstart.tools.options import GateFlags
@@ -385,7 +385,7 @@ def _served(side: str) -> Iterator[str]:
             return bool(list_models(server))
         return False
 
-    process = start_server(command, answers)
+    process = start_server(command, answers, child_environment())
     try:
         yield str(server)
     finally:
