@@ -53,6 +53,14 @@ class CapacityError(HeadstartError):
     """A well-formed request that does not fit this engine's context length or memory."""
 
 
+class ContextError(CapacityError):
+    """A prompt that is longer than the context. Agents know such errors by the words "prompt is too long"."""
+
+    def __init__(self, found: str, context: int, hint: str) -> None:
+        """found: the prompt's length in words; context: tokens."""
+        super().__init__(f"the prompt is too long: {found}, but the context holds {context} tokens", hint)
+
+
 class CheckFailed(HeadstartError):
     """A check ran to its end and its answer is no."""
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from headstart.core import PlacedImage
 from headstart.engine.load import Model
-from headstart.errors import CapacityError, UsageError
+from headstart.errors import CapacityError, ContextError, UsageError
 from headstart.text.images import Image, ImageError, VisionTower, read_image
 
 Message = Mapping[str, Any]
@@ -102,7 +102,7 @@ def encode_images(
     read: Callable[[Any], Image] = open_image,
 ) -> EncodedPrompt:  # fmt: skip
     """The prompt (token ids with placeholders, and its text) with the images that `read` makes of the sources. Raises
-    the errors of `read` and of the tower, with the image's number, and CapacityError for more than `max_tokens`."""
+    the errors of `read` and of the tower, with the image's number, and ContextError for more than `max_tokens`."""
     inputs = []
     for number, source in enumerate(sources, 1):
         try:
@@ -112,8 +112,8 @@ def encode_images(
     ids, images = tower.expand(list(prompt[0]), inputs)
     if len(ids) >= max_tokens:
         some = "image" if len(sources) == 1 else f"{len(sources)} images"
-        what = f"the prompt with its {some} has {len(ids)} tokens, but the context holds {max_tokens}"
-        raise CapacityError(what, "send fewer or smaller images")
+        what = f"the prompt with its {some} has {len(ids)} tokens"
+        raise ContextError(what, max_tokens, "send fewer or smaller images")
     return EncodedPrompt(ids, prompt[1], tuple(images))
 
 

@@ -26,7 +26,7 @@ from headstart.engine.drafting import Drafting, HeadHealth
 from headstart.engine.runner import ForwardOutput, PassSamples, Runner
 from headstart.engine.scheduler import Scheduler
 from headstart.engine.verify import SyntheticVerifier, verify_exact, verify_leaves, verify_rejection
-from headstart.errors import CapacityError, UsageError
+from headstart.errors import CapacityError, ContextError, UsageError
 from headstart.wording import named
 
 Deliver = Callable[[list[Delta]], None]
@@ -68,10 +68,8 @@ class Engine:
         if max(request.prompt_ids) >= self.runner.vocab_size or min(request.prompt_ids) < 0:
             raise UsageError(f"the prompt holds a token id outside 0..{self.runner.vocab_size - 1}")
         if len(request.prompt_ids) >= self.max_length:
-            raise CapacityError(
-                f"the prompt has {len(request.prompt_ids)} tokens, but the context holds {self.max_length}",
-                "shorten the prompt, or raise " + named("max_model_len") + " if the model allows it",
-            )
+            hint = "shorten the prompt, or raise " + named("max_model_len") + " if the model allows it"
+            raise ContextError(f"it has {len(request.prompt_ids)} tokens", self.max_length, hint)
         if request.request_id in self._live:
             raise UsageError(f"a request with id {request.request_id!r} is running")
         if request.depth is not None and request.depth < 0:

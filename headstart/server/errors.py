@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from headstart.errors import BusyError, HeadstartError, LimitError, ParameterError, UsageError, status_of
+from headstart.errors import BusyError, ContextError, HeadstartError, LimitError, ParameterError, UsageError, status_of
 from headstart.params import names_in
 from headstart.server import limits
 
@@ -37,10 +37,12 @@ class BodyError(UsageError):
         self.param = param  # path of the field, such as messages.0.role; None: the whole body
 
 
-def error_body(message: str, status: int, param: str | None = None, path: str = "") -> dict[str, Any]:
-    """The JSON of an error, in the shape of the API at `path`."""
+def error_body(
+    message: str, status: int, param: str | None = None, path: str = "", code: str | None = None
+) -> dict[str, Any]:
+    """The JSON of an error, in the shape of the API at `path`. `code`: OpenAI's name of the error, if it has one."""
     shown = limits.shortened(message, limits.MESSAGE)
-    return _format_of(path).document(shown, status, param)
+    return _format_of(path).document(shown, status, param, code)
 
 
 def error_piece(document: dict[str, Any], path: str = "") -> str:
@@ -48,18 +50,18 @@ def error_piece(document: dict[str, Any], path: str = "") -> str:
     return _format_of(path).piece % json.dumps(document)
 
 
-def _openai(message: str, status: int, param: str | None) -> dict[str, Any]:
+def _openai(message: str, status: int, param: str | None, code: str | None) -> dict[str, Any]:
     kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+    return {"error": {"message": message, "type": kind, "param": param, "code": code or status}}
 
 
-def _anthropic(message: str, status: int, param: str | None) -> dict[str, Any]:
+def _anthropic(message: str, status: int, param: str | None, code: str | None) -> dict[str, Any]:
     others = {503: "overloaded_error", 504: "timeout_error"}
     kind = ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else others.get(status, "api_error"))
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-def _ollama(message: str, status: int, param: str | None) -> dict[str, Any]:
+def _ollama(message: str, status: int, param: str | None, code: str | None) -> dict[str, Any]:
     return {"error": message}
 
 
@@ -68,7 +70,7 @@ class ErrorFormat(NamedTuple):
 
     path: str  # the start of the API's paths
     names: str  # the API in `Parameter.names`
-    document: Callable[[str, int, str | None], dict[str, Any]]  # message, status and field -> JSON
+    document: Callable[[str, int, str | None, str | None], dict[str, Any]]  # message, status, field, code -> JSON
     piece: str  # of a stream; %s: the JSON
 
 
@@ -91,7 +93,8 @@ def error_response(error: HeadstartError, path: str = "") -> tuple[int, dict[str
     if isinstance(error, ParameterError):
         error = error.renamed(names_in(_format_of(path).names).get(error.param, error.param))
     param = error.param if isinstance(error, BodyError | ParameterError) else None
-    return status, error_body(str(error), status, param, path)
+    code = "context_length_exceeded" if isinstance(error, ContextError) else None
+    return status, error_body(str(error), status, param, path, code)
 
 
 def install_handlers(app: FastAPI, paths: Sequence[str]) -> None:

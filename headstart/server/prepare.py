@@ -12,7 +12,7 @@ from typing import Any
 from headstart.api import LLM
 from headstart.api.images import EncodedPrompt, check_tower, data_of, encode_images, split_images
 from headstart.core import Request, SamplingParams
-from headstart.errors import CapacityError, ModelError, ParameterError, UsageError, quoted
+from headstart.errors import CapacityError, ContextError, ModelError, ParameterError, UsageError, quoted
 from headstart.params import parameters
 from headstart.server import limits
 from headstart.server.accounts import Account
@@ -137,8 +137,7 @@ def _prepare_chat(llm: LLM, formats: OutputFormats, account: Account, body: Chat
     ids = _truncated(llm, body, prompt.ids)
     room = llm.engine.max_length - len(ids)
     if room <= 0:
-        what = f"the prompt has {len(ids)} tokens, but the context holds {llm.engine.max_length}"
-        raise CapacityError(what, "shorten the messages")
+        raise ContextError(f"it has {len(ids)} tokens", llm.engine.max_length, "shorten the messages")
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     params = _params(llm, body, room if limit is None else limit, logprobs, body.prompt_logprobs)
     request = _request(llm, account, ids, params, body, constraint)
@@ -187,10 +186,9 @@ def _encode_prompt(llm: LLM, body: CompletionRequest, prompt: str | list[int]) -
 
 
 def encode_text(llm: LLM, text: str, add_special: bool) -> list[int]:
-    """Token ids of a raw text. Raises CapacityError, before tokenizing, if the text cannot fit the context."""
+    """Token ids of a raw text. Raises ContextError, before tokenizing, if the text cannot fit the context."""
     if not llm.tokenizer.may_fit(text, llm.engine.max_length):
-        what = f"the prompt has {len(text)} characters, but the context holds {llm.engine.max_length} tokens"
-        raise CapacityError(what, "shorten the prompt")
+        raise ContextError(f"it has {len(text)} characters", llm.engine.max_length, "shorten the prompt")
     return llm.tokenizer.encode(text, add_special=add_special)
 
 
@@ -234,8 +232,6 @@ def _encode_messages(
         return conversation.encode(template, llm.tokenizer, add_special=add_special)
     except ModelError as error:  # the template's complaint is about the messages
         raise UsageError(error.message, error.hint) from error
-    except CapacityError as error:
-        raise CapacityError(error.message, "shorten the messages") from error
 
 
 def _variables(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:

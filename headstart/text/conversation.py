@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
 
-from headstart.errors import CapacityError, UsageError
+from headstart.errors import ContextError, UsageError
 from headstart.text.chat import ChatTemplate
 from headstart.text.tokenizer import Tokenizer
 
@@ -32,7 +32,7 @@ class Conversation:
     def encode(
         self, template: ChatTemplate, tokenizer: Tokenizer, *, add_special: bool = False
     ) -> tuple[list[int], str]:
-        """Token ids and text of the prompt. Raises CapacityError for a prompt above max_tokens, UsageError if the
+        """Token ids and text of the prompt. Raises ContextError for a prompt above max_tokens, UsageError if the
         messages cannot be continued or marked, and as `ChatTemplate.render`."""
         names = tokenizer.special_names
         parts = [self.messages, self.tools, self.variables.get("documents")]
@@ -53,7 +53,7 @@ class Conversation:
     ) -> str:
         text = self._render_all(template, messages, tools, variables)
         if self.max_tokens is not None and not tokenizer.may_fit(text, self.max_tokens):
-            raise CapacityError(f"the prompt has {len(text)} characters, which is more than the context holds")
+            raise ContextError(f"it has {len(text)} characters", self.max_tokens, "shorten the messages")
         return text
 
     def _render_all(self, template: ChatTemplate, messages: Any, tools: Any, variables: Mapping[str, Any]) -> str:

@@ -149,6 +149,21 @@ def test_errors_name_the_field_in_each_apis_own_shape(server: Server) -> None:
         assert server.client.post(path, content=b"{}").status_code == (400 if path.startswith("/api/") else 415)
 
 
+@pytest.mark.parametrize("length", [8_300, 100_000])
+def test_prompt_beyond_the_context_is_a_context_error_that_agents_know(server: Server, length: int) -> None:
+    long = "x " * length
+    asked = [{"role": "user", "content": long}]
+    bodies = {
+        TEXT: {"prompt": long}, CHAT: {"messages": asked, "stream": True}, MESSAGES: MESSAGE | {"messages": asked},
+        RESPONSES: {"input": long}, OLLAMA: OLLAMA_CHAT | {"messages": asked},
+    }  # fmt: skip
+    for path, body in bodies.items():
+        answer = server.post(path, **body)
+        assert (answer.status_code, "prompt is too long" in error_in(path, answer.json())) == (400, True), answer.text
+        if path in (TEXT, CHAT, RESPONSES):
+            assert answer.json()["error"]["code"] == "context_length_exceeded"
+
+
 def test_suffix_request_equals_prompt_with_infill_tokens(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
     """The test model has no infill tokens: three of its other special tokens stand for them."""
     with serve_llm(llm) as server:
