@@ -12,7 +12,7 @@ from typing import Any
 
 from headstart.core import PlacedImage
 from headstart.engine.load import Model
-from headstart.errors import CapacityError, ContextError, UsageError
+from headstart.errors import CapacityError, ContextError, ParameterError, UsageError
 from headstart.text.images import Image, ImageError, VisionTower, read_image
 
 Message = Mapping[str, Any]
@@ -35,24 +35,26 @@ def split_images(messages: Seq[Message]) -> tuple[list[dict[str, Any]], list[Any
     """The messages for the chat template, and the images of all messages in order (URLs, paths, bytes, ...). Content
     without images becomes one text. Raises UsageError for a part that is neither text nor image."""
     found, images = list[dict[str, Any]](), list[Any]()
-    for message in messages:
+    for number, message in enumerate(messages):
         content = message.get("content")
         if not isinstance(content, list | tuple):
             found.append(dict(message))
             continue
         parts, before = list[dict[str, str]](), len(images)
-        for part in content:
+        for place, part in enumerate(content):
+            name = f"messages.{number}.content.{place}"
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             if kind in IMAGES:
                 images.append(_source(part))
                 parts.append({"type": "image"})
             elif kind in ("text", "refusal") or (kind == "input_text" and "text" in part):
                 if not isinstance(text := part.get("refusal" if kind == "refusal" else "text"), str):
-                    raise UsageError(f"a part of type {kind} has no text", 'give {"type": "text", "text": "Hi"}')
+                    what = f"is wrong: a part of type {kind} has no text"
+                    raise ParameterError(name, what, 'give {"type": "text", "text": "Hi"}')
                 parts.append({"type": "text", "text": text})
             else:
-                what = f"a message holds a part of type {str(kind)[:QUOTED]!r}"
-                raise UsageError(what, "parts of type text and image_url are read")
+                what = f"is a part of type {str(kind)[:QUOTED]!r}, which is not read"
+                raise ParameterError(name, what, "give parts of type text or image_url")
         has_images = len(images) > before
         found.append({**message, "content": parts if has_images else "".join(part["text"] for part in parts)})
     return found, images

@@ -28,7 +28,7 @@ from headstart.server.schema import (
     ToolChoiceAllowed,
 )
 from headstart.text.conversation import Conversation
-from headstart.text.grammar_spec import GrammarSpec, ToolCalls
+from headstart.text.grammar_spec import CALL_PREFIX, CALL_SUFFIX, GrammarSpec, ToolCalls
 from headstart.text.images import Image, ImageError, VisionTower, decode_image
 from headstart.text.infill import infill_prompt
 from headstart.text.parsers import Parser, is_opened, make_parser
@@ -41,6 +41,7 @@ THOUGHTS = ("reasoning_content", "reasoning")
 COMPLETION_TOKENS = 16  # default max_tokens of /v1/completions, as in OpenAI and vLLM
 HTTP_DEFAULTS = {row.name: row.http_default for row in parameters().values() if row.http_default is not None}
 LATEST_TAG = ":latest"  # tag that Ollama's clients append to model names
+CALL = f'{CALL_PREFIX}{{"name": %s, "arguments": %s}}{CALL_SUFFIX}'
 FORCED_FORMAT = "hermes"  # format of tool calls that a grammar enforces (tool_choice), whatever the model's own format
 
 
@@ -131,7 +132,6 @@ def _prepare_chat(llm: LLM, formats: OutputFormats, account: Account, body: Chat
         if constraint is not None:
             raise UsageError("tool_choice and a constraint both decide the text", "ask for one of them")
         constraint = GrammarSpec("tools", forced)
-    tools = _tools(body)
     limit = _limit(body)
     prompt = encode_chat(llm, formats, body)
     ids = _truncated(llm, body, prompt.ids)
@@ -144,12 +144,12 @@ def _prepare_chat(llm: LLM, formats: OutputFormats, account: Account, body: Chat
     requests = [replace(request, images=prompt.images)]
     _check_prompt_logprobs(requests)
     own = formats.tools or FORCED_FORMAT  # the system prompt for templates without tools asks for FORCED_FORMAT
-    calls = FORCED_FORMAT if forced is not None else own if tools and body.tool_choice != "none" else None
+    calls = FORCED_FORMAT if forced is not None else own if body.functions else None
     thinks = formats.reasoning if forced is None and constraint is None else None
     parser = None
     if calls is not None or thinks is not None:
         opened = thinks is not None and is_opened(thinks, prompt.text)
-        parser = partial(make_parser, calls, tools, thinks, reasoning_opened=opened)
+        parser = partial(make_parser, calls, body.functions, thinks, reasoning_opened=opened)
     return PreparedRequest(
         requests, make_parser=parser, keeps_special=parser is not None or not body.skip_special_tokens,
         keeps_stop=body.include_stop_str_in_output, continues=body.continue_final_message,
@@ -209,9 +209,7 @@ def _encode_messages(
     llm: LLM, formats: OutputFormats, body: ChatRequest | TokenizeRequest, messages: list[dict[str, Any]]
 ) -> tuple[list[int], str]:
     """Token ids and text of the rendered chat template."""
-    tools, add_special = _tools(body), False
-    if isinstance(body, ChatRequest):
-        tools, add_special = [] if body.tool_choice == "none" else tools, body.add_special_tokens
+    tools, add_special = body.functions, isinstance(body, ChatRequest) and body.add_special_tokens
     is_set = "add_generation_prompt" in body.model_fields_set
     if body.continue_final_message and body.add_generation_prompt and is_set:
         what = "continue_final_message and add_generation_prompt exclude each other"
@@ -222,6 +220,8 @@ def _encode_messages(
     has_tools = any("tools" in source for source in template.sources.values())
     if tools and not has_tools:
         messages = [{"role": "system", "content": _tool_prompt(tools)}, *messages]
+    if not any("tool_calls" in source for source in template.sources.values()):
+        messages = [_with_call_text(each) if each.get("tool_calls") else each for each in messages]
     if not any(DEVELOPER in source for source in template.sources.values()):
         messages = [each | {"role": "system"} if each["role"] == DEVELOPER else each for each in messages]
     conversation = Conversation(
@@ -263,22 +263,20 @@ def _read_image(downloaded: Mapping[str, bytes], source: Any) -> Image:
     return decode_image(data)
 
 
-def _tools(body: ChatRequest | TokenizeRequest) -> list[dict[str, Any]]:
-    """The functions that may be called. Raises ParameterError for allowed tools that the request does not have."""
-    tools = [tool.model_dump(exclude_none=True) for tool in body.tools or () if tool.type == "function"]
-    if not (isinstance(body, ChatRequest) and isinstance(body.tool_choice, ToolChoiceAllowed)):
-        return tools
-    allowed = {each.function.name for each in body.tool_choice.allowed_tools.tools}
-    if unknown := allowed - {tool["function"]["name"] for tool in tools}:
-        raise ParameterError("tool_choice", f"allows {min(unknown)!r}, which is not in tools", "give its tool")
-    return [tool for tool in tools if tool["function"]["name"] in allowed]
-
-
 def _tool_prompt(tools: Seq[Mapping[str, Any]]) -> str:
     """System prompt that describes the tools, for templates that do not: a short form of Hermes' training text."""
     listed = "\n".join(json.dumps(tool) for tool in tools)
-    call = '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
+    call = CALL % ("<function-name>", "<args-json-object>")
     return f"You may call these functions:\n<tools>\n{listed}\n</tools>\nTo call one, answer with:\n{call}"
+
+
+def _with_call_text(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose calls are part of its text, as `_tool_prompt` asks for them, for templates without calls."""
+    functions, content = [call["function"] for call in message["tool_calls"]], message["content"]
+    text = "\n".join(CALL % (json.dumps(each["name"]), json.dumps(each["arguments"])) for each in functions)
+    if isinstance(content, list):  # with images
+        return message | {"content": [*content, {"type": "text", "text": text}]}
+    return message | {"content": f"{content}\n{text}" if content else text}
 
 
 def _message(message: Message) -> dict[str, Any]:
@@ -287,10 +285,9 @@ def _message(message: Message) -> dict[str, Any]:
     document.setdefault("content", "")
     if thought := next((document[name] for name in THOUGHTS if isinstance(document.get(name), str)), None):
         document[THOUGHTS[0]] = thought
-    for call in document.get("tool_calls", ()):
-        function = call.get("function")
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            function["arguments"] = call_arguments(function["arguments"])
+    for function in (call["function"] for call in document.get("tool_calls", ())):
+        if isinstance(arguments := function.get("arguments", ""), str):
+            function["arguments"] = call_arguments(arguments)
     return document
 
 
@@ -365,9 +362,11 @@ def _forced_tools(body: ChatRequest) -> ToolCalls | None:
         choice = choice.allowed_tools.mode
     if choice in (None, "none", "auto"):
         return None
-    if not (tools := _tools(body)):
+    if not (tools := body.functions):
         raise ParameterError("tool_choice", "demands a call, but there are no tools that are functions", "give tools")
     name = choice.function.name if isinstance(choice, NamedTool) else None
+    if name is not None and name not in {tool["function"]["name"] for tool in tools}:
+        raise ParameterError("tool_choice", f"names {name!r}, which is not in tools", "give its tool")
     return ToolCalls(tools, name, may_repeat=bool(body.parallel_tool_calls) and name is None)
 
 

@@ -6,6 +6,7 @@ Every list, text and name has a maximum length (limits.py). Validation of a list
 import logging
 import math
 from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
@@ -24,6 +25,7 @@ from pydantic import (
     model_validator,
 )
 
+from headstart.errors import ParameterError
 from headstart.params import parameters
 from headstart.server import limits
 from headstart.server.errors import BodyError
@@ -198,7 +200,7 @@ def with_sampling(base: type[Body], names: Mapping[str, str]) -> Any:
 
 
 class MessagesBody(Body):
-    """Base of bodies with messages, which may have images."""
+    """Base of bodies with messages, which may have images, and with tools."""
 
     # URL of an image -> its bytes, once they are downloaded
     _downloaded: dict[str, bytes] = PrivateAttr(default_factory=dict)
@@ -209,6 +211,12 @@ class MessagesBody(Body):
         parts = [part for each in messages if isinstance(each.content, list) for part in each.content]
         found = [part.image_url for part in parts if part.image_url is not None]
         return [each if isinstance(each, str) else each.url for each in found]
+
+    @cached_property
+    def functions(self) -> list[dict[str, Any]]:
+        """The tools that are functions, as chat templates and grammars read them."""
+        tools: list[Tool] = getattr(self, "tools", None) or []
+        return [tool.model_dump(exclude_none=True, exclude=UNREAD) for tool in tools if tool.type == "function"]
 
 
 class Common(with_sampling(MessagesBody, {name: name for name in parameters() if name != "logprobs"})):  # type: ignore[misc]
@@ -306,6 +314,20 @@ def joined_parts(parts: list[dict[str, Any]]) -> Any:
     return "".join(part["text"] for part in parts)
 
 
+class CalledFunction(Body):
+    """Name and arguments of a call: a JSON text, or an object."""
+
+    name: GivenName
+    arguments: StrictStr | dict[str, Any] | None = None
+
+
+class MessageCall(Body):
+    """A tool call of an earlier turn."""
+
+    harmless = frozenset({"id", "type", "index"})
+    function: CalledFunction
+
+
 class Message(Body):
     """One turn of a conversation. Undeclared members are passed to the chat template."""
 
@@ -319,7 +341,7 @@ class Message(Body):
     }  # fmt: skip
     role: Name
     content: StrictStr | Annotated[Many[ContentPart], Field(max_length=limits.MESSAGES)] | None = None
-    tool_calls: Annotated[Many[dict[str, Any]], Field(max_length=limits.TOOLS)] | None = None
+    tool_calls: Annotated[Many[MessageCall], Field(max_length=limits.TOOLS)] | None = None
 
     @model_validator(mode="after")
     def _has_content(self) -> Self:
@@ -349,6 +371,10 @@ class AllowedTools(Body):
 
     mode: Literal["auto", "required"]
     tools: Annotated[Many[NamedTool], Field(max_length=limits.TOOLS)]
+
+
+UNREAD: Any = {"cache_control": True, "function": {"strict", "cache_control"}}
+"""Members of a tool that are kept from the chat template, as all APIs ignore them."""
 
 
 class ToolChoiceAllowed(Body):
@@ -405,6 +431,17 @@ class ChatRequest(Common):
     reasoning_effort: Name | None = Field(default=None, description="Passed to the chat template; not all read it.")
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: StrictBool = True
+
+    @cached_property
+    def functions(self) -> list[dict[str, Any]]:
+        """The functions that may be called. Raises ParameterError for allowed tools that the request does not have."""
+        functions = [] if self.tool_choice == "none" else super().functions
+        if not isinstance(self.tool_choice, ToolChoiceAllowed):
+            return functions
+        allowed = {each.function.name for each in self.tool_choice.allowed_tools.tools}
+        if unknown := allowed - {tool["function"]["name"] for tool in functions}:
+            raise ParameterError("tool_choice", f"allows {min(unknown)!r}, which is not in tools", "give its tool")
+        return [tool for tool in functions if tool["function"]["name"] in allowed]
 
 
 class TokenizeRequest(MessagesBody):

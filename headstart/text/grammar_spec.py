@@ -195,7 +195,12 @@ def _parameters(function: Mapping[str, Any]) -> Any:
     schema = function.get("parameters")
     if schema is None:
         return {"type": "object", "properties": {}, "additionalProperties": False}
-    return {"type": "object", **schema} if isinstance(schema, Mapping) else schema
+    if not isinstance(schema, Mapping):
+        return schema
+    if isinstance(kind := schema.get("type"), str) and kind != "object":
+        what = f"the parameters of tool {function['name']!r} have type {kind!r}, but arguments are an object"
+        raise UsageError(what, "give type object")
+    return {"type": "object", **schema}
 
 
 def _inline_schema(schema: Any, where: str) -> str:

@@ -20,6 +20,8 @@ RESPONSE = {"model": MODEL, "input": "Hi", "max_output_tokens": 4}
 OLLAMA_CHAT = {"model": MODEL, "messages": ASK, "options": {"num_predict": 4}}
 NAMED, SEARCH = {"type": "tool", "name": "w"}, {"type": "web_search"}
 ABSENT = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "absent"}}]}
+CALLS = {"role": "assistant"}
+WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}, "strict": True}}
 BAD: list[tuple[str, dict[str, Any], int, str]] = [
     (TEXT, {}, 400, "prompt"),
     (TEXT, {"prompt": 5}, 400, "prompt"),
@@ -56,6 +58,10 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     (CHAT, {"messages": ASK, "tool_choice": "required"}, 400, "tools"),
     (CHAT, {"messages": ASK, "tool_choice": {"type": "allowed_tools", "allowed_tools": ABSENT}}, 400, "'absent'"),
     (CHAT, {"messages": ASK, "response_format": {"type": "json_schema"}}, 400, "schema"),
+    (CHAT, {"messages": [*ASK, CALLS | {"tool_calls": [{"type": "custom", "custom": {}}]}]}, 400,
+     "messages.1.tool_calls.0.function is missing"),
+    (CHAT, {"messages": [*ASK, CALLS | {"tool_calls": [{"function": {"name": ""}}]}]}, 400,
+     "messages.1.tool_calls.0.function.name is empty"),
     (CHAT, {"messages": ASK, "response_format": {"type": "yaml"}}, 400, "response_format"),
     ("/tokenize", {}, 400, "exactly one"),
     ("/detokenize", {"tokens": [-1]}, 400, "outside"),
@@ -71,6 +77,8 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     (MESSAGES, MESSAGE | {"tools": [{"type": "web_search_20250305", "name": "w"}], "tool_choice": NAMED}, 400,
      "no tools that are functions"),
     (MESSAGES, MESSAGE | {"tool_choice": {"type": "any"}}, 400, "tools"),
+    (MESSAGES, MESSAGE | {"messages": [*ASK, {"role": "assistant", "content": [{"type": "tool_use"}]}]}, 400,
+     "messages.1.content.0: a block of type tool_use has no name"),
     (MESSAGES, MESSAGE | {"mcp_servers": [{"url": "x"}]}, 400, "mcp_servers"),
     (MESSAGES, MESSAGE | {"stop_sequences": "x"}, 400, "stop_sequences"),
     (MESSAGES, MESSAGE | {"n": 2}, 400, "n is not"),
@@ -90,6 +98,9 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     (RESPONSES, RESPONSE | {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, 400, "input_image"),
     (RESPONSES, RESPONSE | {"text": {"format": {"type": "json_schema", "name": "x"}}}, 400, "text.format.schema"),
     (RESPONSES, RESPONSE | {"tool_choice": "required"}, 400, "tools"),
+    (RESPONSES, RESPONSE | {"input": [{"type": "function_call"}]}, 400, "input.0.name is missing"),
+    (RESPONSES, RESPONSE | {"input": [{"type": "function_call_output"}]}, 400, "input.0.output is missing"),
+    (RESPONSES, RESPONSE | {"tools": [WEATHER]}, 400, "tools.0: a tool of type function has no name"),
     (OLLAMA, {}, 400, "model"),
     (OLLAMA, OLLAMA_CHAT | {"model": "no-such"}, 404, "no-such"),
     (OLLAMA, OLLAMA_CHAT | {"format": "yaml"}, 400, "format"),
@@ -98,6 +109,7 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     (OLLAMA, OLLAMA_CHAT | {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, 400, "text only"),
     (OLLAMA, OLLAMA_CHAT | {"logprobs": True}, 400, "logprobs"),
     (GENERATE, {"model": MODEL, "prompt": "x", "context": [1]}, 400, "context"),
+    (GENERATE, {"model": MODEL, "prompt": "x", "tools": [WEATHER]}, 400, "/api/chat"),
     (GENERATE, {"model": MODEL, "prompt": "x", "raw": True, "system": "y"}, 400, "system"),
     ("/api/show", {"model": "no-such"}, 404, "no-such"),
     ("/api/pull", {"model": "no-such"}, 404, "no-such"),
@@ -138,15 +150,63 @@ def test_errors_name_the_field_in_each_apis_own_shape(server: Server) -> None:
         ("speculation.events", {"speculation": {"events": True}}),
         ("speculation", {"speculation": {"mode": "off", "depth": 2}}),
         ("chat_template_kwargs", {"chat_template_kwargs": {"messages": 1}}),
+        ("tool_choice", {"tools": [WEATHER], "tool_choice": {"type": "function", "function": {"name": "absent"}}}),
+        ("messages.0.content.0", {"messages": [{"role": "user", "content": [{"type": "file"}]}]}),
     ]
     for name, body in named:
-        assert server.post(CHAT, messages=ASK, **body).json()["error"]["param"] == name
+        assert server.post(CHAT, **{"messages": ASK, **body}).json()["error"]["param"] == name
     for path in LONG:
         content = server.client.post(path, content=b"{", headers={"Content-Type": "application/json"})
         assert "JSON" in error_in(path, content.json())
         bare = server.client.post(path, content=b"{}", headers={"Origin": "https://page.example"})
         assert (bare.status_code, "JSON" in error_in(path, bare.json())) == (415, True)
         assert server.client.post(path, content=b"{}").status_code == (400 if path.startswith("/api/") else 415)
+
+
+def test_one_conversation_has_the_same_prompt_in_every_api(server: Server) -> None:
+    """A conversation with calls, results and a refusal may go on through another API; `strict` is in no prompt."""
+    function, arguments = WEATHER["function"], {"city": "Oslo"}
+    called = {"id": "c", "type": "function", "function": {"name": "get_weather", "arguments": json.dumps(arguments)}}
+    item = {"type": "function_call", "call_id": "c", "name": "get_weather", "arguments": json.dumps(arguments)}
+    no, thanks = "I cannot.", {"role": "user", "content": "Thanks."}
+    chat = [
+        *ASK, {"role": "assistant", "content": [{"type": "refusal", "refusal": no}]}, thanks,
+        {"role": "assistant", "tool_calls": [called, {"function": {"name": "get_weather"}}]},
+        {"role": "tool", "tool_call_id": "c", "content": "12"},
+    ]  # fmt: skip
+    responses = [
+        *ASK, {"role": "assistant", "content": [{"type": "refusal", "refusal": no}]}, thanks,
+        item, {"type": "function_call", "call_id": "d", "name": "get_weather"},
+        {"type": "function_call_output", "call_id": "c", "output": "12"},
+    ]  # fmt: skip
+    uses = [{"type": "tool_use", "id": "c", "name": "get_weather", "input": each} for each in (arguments, {})]
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "12"}
+    anthropic = [
+        *ASK, {"role": "assistant", "content": no}, thanks,
+        {"role": "assistant", "content": uses}, {"role": "user", "content": [result]},
+    ]  # fmt: skip
+    ollama = [
+        *ASK, {"role": "assistant", "content": no}, thanks,
+        {"role": "assistant", "tool_calls": [
+            {"function": {"name": "get_weather", "arguments": each}} for each in (arguments, {})
+        ]},
+        {"role": "tool", "content": "12"},
+    ]  # fmt: skip
+    tool = {"name": "get_weather", "input_schema": function["parameters"], "strict": True}
+    flat = {"type": "function", **function}
+    asked = OLLAMA_CHAT | {"messages": ollama, "tools": [WEATHER], "stream": False}
+    whole = server.post("/tokenize", messages=chat, tools=[WEATHER]).json()
+    counts = [
+        server.post(CHAT, messages=chat, tools=[WEATHER], max_tokens=1).json()["usage"]["prompt_tokens"],
+        server.post(RESPONSES + "/input_tokens", input=responses, tools=[flat]).json()["input_tokens"],
+        server.post(COUNT, model=MODEL, messages=anthropic, tools=[tool]).json()["input_tokens"],
+        server.post(OLLAMA, **asked).json()["prompt_eval_count"],
+    ]  # fmt: skip
+    assert set(counts) == {whole["count"]}
+    prompt = server.post("/detokenize", tokens=whole["tokens"]).json()["prompt"]
+    assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>' in prompt
+    twice = server.post(RESPONSES, **RESPONSE, messages=ASK, max_tokens=9)
+    assert set(twice.headers["X-Ignored-Fields"].split(", ")) == {"messages", "max_tokens"}
 
 
 @pytest.mark.parametrize("length", [8_300, 100_000])

@@ -18,10 +18,10 @@ Model = TypeVar("Model", bound=Common)
 
 def as_body(body: Body, given: Mapping[str, Any], model: type[Model]) -> Model:
     """The chat or completion request of class `model` for a body of another API. `given`: the body's members under the
-    names of that request. Members that the body's API does not declare (`seed`, ...) are copied. Raises BodyError."""
+    names of that request. Others that the body's API does not declare (`seed`, ...) are copied. Raises BodyError."""
     set_members = {name: value for name, value in given.items() if value is not None}
     made = validate({**(body.model_extra or {}), "stream_options": None, **set_members}, model)
-    made._left_out = list(body.unknown_members())
+    made._left_out = [*body.unknown_members(), *((body.model_extra or {}).keys() & set_members.keys())]
     return made
 
 

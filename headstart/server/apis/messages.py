@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic import Field, StrictBool, StrictInt, StrictStr
+from pydantic import Field, StrictBool, StrictInt, StrictStr, model_validator
 
 from headstart.params import names_in
 from headstart.server import limits, schema
@@ -53,6 +53,12 @@ class MessageBlock(schema.Body):
     tool_use_id: schema.Name | None = None
     source: ImageSource | None = None
     content: "StrictStr | Annotated[schema.Many[MessageBlock], Field(max_length=limits.MESSAGES)] | None" = None
+
+    @model_validator(mode="after")
+    def _has_name(self) -> Self:
+        if self.type == "tool_use" and not self.name:
+            raise ValueError("a block of type tool_use has no name")
+        return self
 
 
 Parts = Annotated[schema.Many[MessageBlock], Field(max_length=limits.MESSAGES)]
@@ -165,7 +171,7 @@ def _assistant(parts: list[MessageBlock], place: str) -> Json:
     text, thought, calls = "", "", list[Json]()
     for number, part in enumerate(parts):
         if part.type == "tool_use":
-            function = {"name": part.name or "", "arguments": part.input or {}}
+            function = {"name": part.name, "arguments": part.input or {}}
             calls.append({"id": part.id or "", "type": "function", "function": function})
         elif part.type == "thinking":
             thought += part.thinking or ""

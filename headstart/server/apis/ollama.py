@@ -58,6 +58,7 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "template": (("",), "start the server with --chat-template, or send raw prompts"),
     "images": (([],), "give them to a message"),
     "context": (([],), "send the conversation to /api/chat"),
+    "tools": (([],), "send them to /api/chat"),
 }
 """Unsupported member -> values that change nothing, and what to do instead."""
 ENDLESS = 2**31 - 1  # default num_predict of raw prompts: up to the end of the text or of the context

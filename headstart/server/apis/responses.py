@@ -3,11 +3,11 @@
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import count
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic import Field, StrictBool, StrictInt, StrictStr
+from pydantic import Field, StrictBool, StrictInt, StrictStr, model_validator
 
 from headstart.errors import HeadstartError, UsageError
 from headstart.params import names_in
@@ -59,6 +59,7 @@ class InputPart(Body):
     refused: ClassVar[Mapping[str, str]] = {"file_id": NOT_STORED}
     type: Name
     text: StrictStr | None = None
+    refusal: StrictStr | None = None
     image_url: StrictStr | None = None
 
 
@@ -83,6 +84,12 @@ class FunctionTool(Body):
     name: Name | None = None
     description: StrictStr | None = None
     parameters: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _has_name(self) -> Self:
+        if self.type == "function" and not self.name:
+            raise ValueError("a tool of type function has no name")
+        return self
 
 
 class FunctionChoice(Body):
@@ -199,7 +206,8 @@ def _assistant_members(item: InputItem, place: str) -> Json | None:
     if item.type == "reasoning":
         return {"reasoning_content": _text(item.content, place) or _text(item.summary, place)}
     if item.type == "function_call":
-        function = {"name": item.name or "", "arguments": item.arguments or "{}"}
+        _check_given(item, place, "name")
+        function = {"name": item.name, "arguments": item.arguments}
         return {"tool_calls": [{"id": item.call_id or "", "type": "function", "function": function}]}
     if item.type == "message" and item.role == "assistant":
         return {"content": _text(item.content, place)}
@@ -220,15 +228,19 @@ def _with_members(turn: Json, members: Json) -> Json:
 def _other_message(item: InputItem, place: str) -> Json:
     """The chat message of an item that is not the assistant's. Raises BodyError."""
     if item.type == "message":
-        if item.role is None:
-            raise BodyError(f"{place}.role is missing", f"{place}.role")
-        if item.content is None:
-            raise BodyError(f"{place}.content is missing", f"{place}.content")
+        _check_given(item, place, "role", "content")
         return {"role": item.role, "content": _content(item.content, place)}
     if item.type == "function_call_output":
+        _check_given(item, place, "output")
         return {"role": "tool", "tool_call_id": item.call_id or "", "content": _content(item.output, place)}
     hint = NOT_STORED if item.type == "item_reference" else "leave it out"
     raise BodyError(f"{place}: an item of type {limits.shortened(item.type)!r} is not supported", place, hint)
+
+
+def _check_given(item: InputItem, place: str, *names: str) -> None:
+    """Raises BodyError for a member that an item of this type needs and lacks."""
+    if missing := next((name for name in names if getattr(item, name) is None), None):
+        raise BodyError(f"{place}.{missing} is missing", f"{place}.{missing}")
 
 
 def _content(content: str | list[InputPart] | None, place: str) -> Any:
@@ -250,12 +262,12 @@ def _text(content: str | list[InputPart] | None, place: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     for part in content:
-        if part.text is None:
+        if part.text is None and part.refusal is None:
             if part.type in ("input_text", "output_text", "text"):
                 raise BodyError(f"{place}: a part of type {part.type!r} has no text", place)
             shown = limits.shortened(part.type)
             raise BodyError(f"{place}: a part of type {shown!r} is not supported here", place, "send its text")
-    return "".join(part.text or "" for part in content)
+    return "".join(part.text or part.refusal or "" for part in content)
 
 
 def _tool(tool: FunctionTool) -> Json:
