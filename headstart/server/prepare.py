@@ -3,7 +3,6 @@
 Chat templates, tokenizing and grammars may take long, so these functions run in worker threads.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence as Seq
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,10 +27,11 @@ from headstart.server.schema import (
     ToolChoiceAllowed,
 )
 from headstart.text.conversation import Conversation
-from headstart.text.grammar_spec import CALL_PREFIX, CALL_SUFFIX, GrammarSpec, ToolCalls
+from headstart.text.grammar_spec import GrammarSpec, ToolCalls
 from headstart.text.images import Image, ImageError, VisionTower, decode_image
 from headstart.text.infill import infill_prompt
 from headstart.text.parsers import Parser, is_opened, make_parser
+from headstart.text.tool_text import with_functions, with_plain_calls
 
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 """Template variables that chat_template_kwargs must not set."""
@@ -41,7 +41,6 @@ THOUGHTS = ("reasoning_content", "reasoning")
 COMPLETION_TOKENS = 16  # default max_tokens of /v1/completions, as in OpenAI and vLLM
 HTTP_DEFAULTS = {row.name: row.http_default for row in parameters().values() if row.http_default is not None}
 LATEST_TAG = ":latest"  # tag that Ollama's clients append to model names
-CALL = f'{CALL_PREFIX}{{"name": %s, "arguments": %s}}{CALL_SUFFIX}'
 FORCED_FORMAT = "hermes"  # format of tool calls that a grammar enforces (tool_choice), whatever the model's own format
 
 
@@ -217,12 +216,13 @@ def _encode_messages(
     variables = _variables(body)
     if (template := llm.chat_template) is None:
         raise UsageError(f"{llm.model.name} has no chat template", "use /v1/completions")
-    has_tools = any("tools" in source for source in template.sources.values())
+    source = "".join(template.sources.values())
+    has_tools = "tools" in source
     if tools and not has_tools:
-        messages = [{"role": "system", "content": _tool_prompt(tools)}, *messages]
-    if not any("tool_calls" in source for source in template.sources.values()):
-        messages = [_with_call_text(each) if each.get("tool_calls") else each for each in messages]
-    if not any(DEVELOPER in source for source in template.sources.values()):
+        messages = with_functions(messages, tools)
+    if "tool_calls" not in source:
+        messages = with_plain_calls(messages)
+    if DEVELOPER not in source:
         messages = [each | {"role": "system"} if each["role"] == DEVELOPER else each for each in messages]
     conversation = Conversation(
         messages, (tools or None) if has_tools else None, body.add_generation_prompt, variables, formats.parse_special,
@@ -261,22 +261,6 @@ def _read_image(downloaded: Mapping[str, bytes], source: Any) -> Image:
     if len(data) > limits.IMAGE_BYTES:
         raise ImageError(f"it has {len(data)} bytes, and {limits.IMAGE_BYTES} are allowed", "make it smaller")
     return decode_image(data)
-
-
-def _tool_prompt(tools: Seq[Mapping[str, Any]]) -> str:
-    """System prompt that describes the tools, for templates that do not: a short form of Hermes' training text."""
-    listed = "\n".join(json.dumps(tool) for tool in tools)
-    call = CALL % ("<function-name>", "<args-json-object>")
-    return f"You may call these functions:\n<tools>\n{listed}\n</tools>\nTo call one, answer with:\n{call}"
-
-
-def _with_call_text(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose calls are part of its text, as `_tool_prompt` asks for them, for templates without calls."""
-    functions, content = [call["function"] for call in message["tool_calls"]], message["content"]
-    text = "\n".join(CALL % (json.dumps(each["name"]), json.dumps(each["arguments"])) for each in functions)
-    if isinstance(content, list):  # with images
-        return message | {"content": [*content, {"type": "text", "text": text}]}
-    return message | {"content": f"{content}\n{text}" if content else text}
 
 
 def _message(message: Message) -> dict[str, Any]:

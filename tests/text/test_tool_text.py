@@ -1,0 +1,29 @@
+"""Tools in the prompts of chat templates that have none."""
+
+from typing import Any
+
+from headstart.text.tool_text import with_functions, with_plain_calls
+
+CALLS = [{"function": {"name": "look", "arguments": {"at": each}}} for each in ("sky", "sea")]
+TOOLS = [{"type": "function", "function": {"name": "look"}}]
+SESSION: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Look."},
+    {"role": "assistant", "content": "I look.", "tool_calls": CALLS}, {"role": "tool", "content": "blue"},
+    {"role": "tool", "content": [{"type": "image"}]}, {"role": "user", "content": "So?"},
+    {"role": "assistant", "content": "", "tool_calls": CALLS[:1]}, {"role": "tool", "content": "grey"},
+    {"role": "assistant", "content": "Grey."}, {"role": "user", "content": "Thanks."},
+]  # fmt: skip
+
+
+def test_session_has_one_system_message_and_then_turns_of_user_and_assistant() -> None:
+    found = with_plain_calls(with_functions(SESSION, TOOLS))
+    assert [each["role"] for each in found] == ["system", *["user", "assistant"] * 3, "user"]
+    assert found[0]["content"].startswith("Be brief.\n\nYou may call") and '"look"' in found[0]["content"]
+    sky = '<tool_call>\n{"name": "look", "arguments": {"at": "sky"}}\n</tool_call>'
+    assert found[2]["content"] == f"I look.\n{sky}\n{sky.replace('sky', 'sea')}"
+    assert found[4]["content"] == sky
+    texts = "".join(part.get("text", "|") for part in found[3]["content"])
+    assert texts == "<tool_response>\nblue\n</tool_response>\n<tool_response>\n|\n</tool_response>\nSo?"
+    assert found[5]["content"] == "<tool_response>\ngrey\n</tool_response>"
+    assert with_functions(SESSION[1:2], TOOLS)[0]["role"] == "system"
+    assert with_plain_calls(SESSION[:2]) == SESSION[:2]
