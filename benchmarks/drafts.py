@@ -1,7 +1,7 @@
 """Speed-up of each drafter over plain decoding: one request at a time, decoding only, prompt by prompt.
 
     python benchmarks/drafts.py --questions question.jsonl --json drafts.json
-    python benchmarks/drafts.py --questions question.jsonl --temperature 0.8 --rows mtp:3 eagle3:3 block:5 block:auto
+    python benchmarks/drafts.py --questions question.jsonl --temperature 0.8 --rows mtp:3 eagle3:2 block=HEAD:5
     python benchmarks/drafts.py --questions question.jsonl --behind 7000 --rows mtp:1 mtp:2 mtp:auto
     python benchmarks/drafts.py --text manual.txt --behind 65536 --model DIR --rows mtp:1 mtp:auto
 
@@ -36,7 +36,7 @@ from headstart.core import SamplingParams
 from headstart.tools.prompts import builtin_prompts
 
 PLAIN = "plain"
-ROWS = ("mtp:2", "mtp:3", "eagle3:2", "eagle3:3", "block:4", "block:7", "block:auto", "ngram:auto", "auto:auto")
+ROWS = ("mtp:2", "mtp:3", "eagle3:2", "eagle3:3", "ngram:auto", "auto:auto")
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,6 @@ class BlockSpec:
     causal_windows: bool = False  # layers with a window are causal even if `causal` is False
     sinks: bool = False  # attention has sinks
     interleaved: bool = False  # the file stores the two elements of a rotary pair next to each other
-    tap_norms: bool = False  # each tap is normalized before all are fused
     mask_embedding: bool = False  # the mask token's embedding is the tensor `mask_embedding`
     markov_rank: int = 0  # columns of the Markov head's tables; 0: no Markov head
     markov_kind: str = "vanilla"  # one of MARKOV

@@ -1,10 +1,10 @@
 """Block drafters: DFlash, DFlash2 (z-lab 2026) and DSpark (DeepSeek 2026). A few layers over the trunk's streams at
 several depths; one pass drafts a whole block.
 
-Features of a committed position p: c_p = hidden_norm(fuse [tap_1 ; tap_2 ; ...]); taps may be normalized first. Each
-layer stores k = rope(k_norm(k_proj c_p), p) and v = v_proj c_p at slot p. Features have no queries. The rows of a block
-are at positions n, n + 1, ...: row 0 is the embedding of the last token (the *anchor*), the others are mask tokens.
-They attend to all features before n, and to each other as BlockSpec says. y = norm(layers(rows)).
+Features of a committed position p: c_p = hidden_norm(fuse [tap_1 ; tap_2 ; ...]). Each layer stores
+k = rope(k_norm(k_proj c_p), p) and v = v_proj c_p at slot p. Features have no queries. The rows of a block are at
+positions n, n + 1, ...: row 0 is the embedding of the last token (the *anchor*), the others are mask tokens. They
+attend to all features before n, and to each other as BlockSpec says. y = norm(layers(rows)).
 DFlash2 convolves input and output of attention and MLP along the block; the input adds to the kernels.
 
 Row k >= 1 predicts the token at n + k (DFlash); with `anchor_predicts` row k >= 0 predicts token n + 1 + k (DSpark).
@@ -16,10 +16,10 @@ so tokens are sampled one by one. z is
   selector  e * P y; out . z is added after scaling, and only the `top_k` tokens with the largest logits stay (DFlash2)
 Confidence head: sigmoid(w [y ; e] + b) is the probability that the row's token is accepted.
 
-Canonical tensors: `fuse.weight` [H, taps * H], `tap_norms.weight` [taps * H], `hidden_norm.weight`, `layers.{i}.`,
-`norm.weight`, `mask_embedding` [H], `markov.embed.weight` [V, r], `markov.out.weight` [V', r], `markov.gate.`,
-`markov.joint.` or `markov.row.weight`, `confidence.weight` [1, H + r] and `confidence.bias` [1]; of a convolution
-`base_kernel` [2, taps, H] and `kernel_projection.weight`; a head may have `embed_tokens.weight` and `lm_head.weight`.
+Canonical tensors: `fuse.weight` [H, taps * H], `hidden_norm.weight`, `layers.{i}.`, `norm.weight`,
+`mask_embedding` [H], `markov.embed.weight` [V, r], `markov.out.weight` [V', r], `markov.gate.`, `markov.joint.` or
+`markov.row.weight`, `confidence.weight` [1, H + r] and `confidence.bias` [1]; of a convolution `base_kernel`
+[2, taps, H] and `kernel_projection.weight`; a head may have `embed_tokens.weight` and `lm_head.weight`.
 
 A checkpoint may hold a DSpark drafter in place of MTP modules (DeepSeek-V4-Flash-0731). Its layers are those of the
 trunk, here with several residual streams: all start as the row's embedding, and `streams` sums them before `norm`. The
@@ -162,8 +162,6 @@ class BlockModule:
 
     spec: BlockSpec
     fuse: Linear
-    tap_norms: Weight | None
-    num_taps: int
     hidden_norm: RMSNorm
     layers: Seq[DecoderLayer]
     convs: Seq[tuple[DynamicConv, DynamicConv]]  # around attention and MLP of each layer; empty: there are none
@@ -179,8 +177,6 @@ class BlockModule:
 
     def keep(self, ops: Ops, hidden: Buffer, positions: Buffer, pools: Seq[Pool]) -> Buffer:
         """Taps of committed positions [R, taps * H] -> features [R, H]; stores each layer's keys and values of them."""
-        if self.tap_norms is not None:
-            hidden = ops.rms_norm(hidden, self.tap_norms, self.norm.eps, self.num_taps)
         features = self.hidden_norm(ops, self.fuse(ops, hidden))
         for layer, pool in zip(self.layers, pools, strict=True):
             mixer = layer.mixer
@@ -232,8 +228,6 @@ def modules(weights: Weights, spec: HeadSpec, hidden: int) -> Seq[BlockModule]:
             fuse=weights.linear("fuse", hidden, width),
             hidden_norm=weights.norm("hidden_norm", hidden, spec.layer.eps),
             norm=weights.norm("norm", hidden, spec.layer.eps),
-            tap_norms=weights.get("tap_norms.weight", width) if block.tap_norms else None,
-            num_taps=width // hidden,
             layers=[config.build(weights, f"layers.{i}", hidden) for i, config in enumerate(configs)],
             mask_embedding=weights.get("mask_embedding", hidden) if block.mask_embedding else None,
             markov=_markov(weights, block, hidden) if block.markov_rank else None,
@@ -478,8 +472,8 @@ NUM_TAPS, FEWEST_LAYERS, NUM_LAYERS, MARKOV_RANK = 5, 3, 2, 64
 
 
 def trained_spec(layers: int, depth: int) -> HeadSpec:
-    """Spec of a new DSpark drafter: causal, the anchor predicts, and no part that published layouts cannot hold (as
-    tap_norms). The training data set the vocabulary sizes later. Raises UsageError for a trunk with too few layers."""
+    """Spec of a new DSpark drafter: causal, the anchor predicts, and no part that published layouts cannot hold.
+    The training data set the vocabulary sizes later. Raises UsageError for a trunk with too few layers."""
     if layers < FEWEST_LAYERS:
         what = f"a block drafter reads several layers from the second on, but the model has {layers}"
         raise UsageError(what, "train --kind mtp")

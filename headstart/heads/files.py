@@ -227,7 +227,7 @@ def _block_spec(facts: Document) -> BlockSpec:
         elif type(value).__name__ != kind:
             raise TypeError(f"{name} {value!r}")
         values[name] = value
-    if unknown := facts.keys() - BLOCK_FACTS.keys():
+    if unknown := [name for name, value in facts.items() if name not in BLOCK_FACTS and value]:
         raise ValueError(f"{BLOCK}.{min(unknown)}")
     return BlockSpec(**values)
 

@@ -14,7 +14,7 @@ from headstart.formats.base import Checkpoint
 from headstart.layers.weights import trunk_fingerprint
 from headstart.models.tensors import canonical_tensors, find_family, read_config
 
-KINDS = ("eagle3", "mtp", "block")  # of a trunk's heads the first of these is its default
+KINDS = ("eagle3", "mtp")  # of a trunk's heads the first of these is its default
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ VARIANTS: Mapping[str, tuple[dict[str, Any], tuple[int, ...] | None, tuple[str, 
     "dspark": (MARKOV, DRAFT_IDS, ()),
     "dflash": ({"causal": False, "anchor_predicts": False, "qk_norm": True, "num_layers": 3}, None, ()),
     "windows": ({"causal": False, "windows": (3, 0), "causal_windows": True, "sinks": True}, None, ("embed_tokens",)),
-    "interleaved": ({"interleaved": True, "mask_embedding": True, "tap_norms": True, **MARKOV}, None, ("lm_head",)),
+    "interleaved": ({"interleaved": True, "mask_embedding": True, **MARKOV}, None, ("lm_head",)),
     "rnn": ({"markov_kind": "rnn", **MARKOV}, None, ()),
     "dflash2": (
         {"markov_rank": 8, "markov_kind": "selector", "top_k": 4, "conv_taps": 2, "conv_group": 4, "causal": False},

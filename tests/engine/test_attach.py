@@ -69,7 +69,7 @@ def test_packaged_head_attaches_to_every_quantization_of_its_trunk(
 
 def test_shipped_heads_of_the_default_model() -> None:
     heads = shipped_heads(open_checkpoint(hub.resolve()))
-    assert list(heads) == ["eagle3", "mtp", "block"], "the first is the default"
+    assert list(heads) == ["eagle3", "mtp"], "the first is the default"
     assert choose_head(heads) == choose_head(heads, "mixed") == choose_head(heads, "eagle3") == heads["eagle3"]
     assert choose_head(heads, "mtp") == heads["mtp"] and choose_head({}, "eagle3") is None
     assert all(files.read_head(each.folder).spec.kind == each.kind for each in heads_in_package())

@@ -26,7 +26,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "markov alone": {"markov_rank": 4, "anchor_predicts": False, "mask_embedding": True},
     "confidence of the row": {**MARKOV, "confidence_markov": False, "logit_scale": 0.5, "num_layers": 1},
     "windows": {"causal": False, "windows": (3, 0), "sinks": True},
-    "causal windows": {"causal": False, "windows": (4, 0), "causal_windows": True, "tap_norms": True},
+    "causal windows": {"causal": False, "windows": (4, 0), "causal_windows": True},
     "interleaved": {"interleaved": True, "qk_norm": True, "num_layers": 5, "mask_embedding": True},
     "gated": {**MARKOV, "markov_kind": "gated"},
     "rnn": {**MARKOV, "markov_kind": "rnn", "logit_scale": 0.5},
@@ -75,9 +75,6 @@ def plain_block(t: dict[str, Any], spec: Any, streams: Any, ids: list[int], embe
     block at n, n + 1, ... -> y [rows, H]."""
     block, layer = spec.block, spec.layer
     attention, eps, inv_freq = layer.mixer.spec, layer.eps, torch.tensor(layer.mixer.rope.inv_freq, dtype=torch.float64)
-    if block.tap_norms:
-        taps = [norm(tap, w, eps) for tap, w in zip(streams.chunk(2, -1), t["tap_norms.weight"].chunk(2), strict=True)]
-        streams = torch.cat(taps, -1)
     features = norm(streams @ t["fuse.weight"].T, t["hidden_norm.weight"], eps)
     x = embedding[torch.tensor(ids)].clone()
     if block.mask_embedding:
@@ -236,7 +233,7 @@ def test_engine_drafts_match_plain_computation(variant: str, tmp_path: Path) -> 
 
 def test_head_files_keep_all_facts(tmp_path: Path) -> None:
     model = support.tiny_model("llama")
-    facts: dict[str, Any] = {**MARKOV, "windows": (3, 0), "sinks": True, "logit_scale": 0.5, "tap_norms": True}
+    facts: dict[str, Any] = {**MARKOV, "windows": (3, 0), "sinks": True, "logit_scale": 0.5}
     head = read_head(head_folder(model, tmp_path / "head", (), DRAFT_IDS, **facts))
     assert head.spec == support.sized(support.block_spec(model, **facts), support.VOCAB, DRAFT_IDS)
     assert head.draft_token_ids.tolist() == list(DRAFT_IDS)
@@ -259,6 +256,15 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "something else": ({"blocksize": 3}, "blocksize"),
     **{f"taps {tap}": ({"tap": tap}, "must ascend from 0 to 2") for tap in ([0, 9], [1, 0], [], [-1, 1], "post_norm")},
 }
+
+
+def test_unknown_facts_of_other_versions_may_be_false(tmp_path: Path) -> None:
+    model = support.tiny_model("llama")
+    path = head_folder(model, tmp_path / "head", **MARKOV)
+    document = json.loads((path / "config.json").read_text())
+    document["block_drafter"]["tap_norms"] = False
+    (path / "config.json").write_text(json.dumps(document))
+    assert attach_head(model, path).spec.block.confidence
 
 
 @pytest.mark.parametrize("case", WRONG)

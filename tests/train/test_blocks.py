@@ -82,29 +82,23 @@ def test_heads_are_written_in_int8(tmp_path: Path, kind: str, columns: int) -> N
 
 @pytest.mark.slow
 def test_run_of_an_older_version_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Older versions norm each tap and use the trunk's block."""
+    """Older versions use the trunk's block, here one without norms of q and k."""
     config, arrays = support.family_of("llama").tiny(num_hidden_layers=5)
     model, texts = support.write_model(tmp_path / "model", config, support.soften(arrays, 0.1)), tmp_path / "t.jsonl"
     words = np.random.default_rng(1).choice(["the", "other", "thing", "in", "then", "ant"], (30, 40))
     texts.write_text("".join(json.dumps({"kind": "plain", "text": " ".join(row)}) + "\n" for row in words))
     common = {"model": str(model), "out": tmp_path / "head", "kind": "block", "data": (texts,), "depth": 2}
     kind = head_kind("block")
-    spec_of = kind.training.spec
-
-    def older(layers: int, depth: int) -> HeadSpec:
-        spec = spec_of(layers, depth)
-        return replace(spec, block=replace(spec.block, tap_norms=True))
-
-    training = replace(kind.training, spec=older, layer=lambda layer, hidden: layer)
+    training = replace(kind.training, layer=lambda layer, hidden: layer)
     with monkeypatch.context() as patch:
         patch.setattr("headstart.heads.block.HEAD", replace(kind, training=training))
         first = run(TrainOptions(tokens=3_000, threads=1, measure_speedup=False, **common))
     second = run(TrainOptions(tokens=6_000, threads=1, measure_speedup=False, **common))
     assert second.data["steps"] > first.data["steps"]
     begun = read_head(tmp_path / "head").spec
-    assert begun.block.tap_norms and not begun.layer.mixer.qk_norm
+    assert not begun.layer.mixer.qk_norm
     anew = run(TrainOptions(tokens=300, threads=1, measure_speedup=False, **{**common, "out": tmp_path / "new"}))
-    assert "tap_norms.weight" not in read_head(Path(anew.data["out"])).tensors
+    assert read_head(Path(anew.data["out"])).spec.layer.mixer.qk_norm
 
 
 def test_anchors_depend_on_the_seed() -> None:

@@ -111,7 +111,6 @@ def _block(head: HeadCheckpoint) -> BlockSpec:
     if block is None:
         raise ModelError(f"the head is of kind {head.spec.kind}, no block drafter", "headstart train --kind block")
     for wrong, what in (
-        (block.tap_norms, "its taps are normed one by one"),
         (not attention.qk_norm, "q and k are not normed"),
         (attention.gated, "attention is gated"),
         (mlp.bias, "there are biases in feed-forward parts"),

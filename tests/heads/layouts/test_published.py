@@ -285,7 +285,6 @@ def test_writers_refuse_facts_without_a_place(tmp_path: Path) -> None:
     head = read_head(write_published(tmp_path, PUBLISHED["DeepSpec"]))
     for write, changes, message in (
         (as_dflash, {}, "DFlash has no Markov"),
-        (as_dspark, {"tap_norms": True}, "its taps are normed one by one"),
         (as_speculators, {"interleaved": True}, "no place for an interleaved RoPE"),
     ):
         with pytest.raises(ModelError, match=message):

@@ -321,7 +321,7 @@ def test_default_grid_is_small() -> None:
     """It has every drafter of the default model at every depth."""
     model = load_model(None, EngineConfig(threads=1))
     drafters = default_drafters(model, EngineConfig())
-    assert drafters == ("eagle3", "ngram", "mixed", "mtp", "block")
+    assert drafters == ("eagle3", "ngram", "mixed", "mtp")
     assert len(pairwise(VerifyOptions(drafters=drafters, thread_counts=(1,)).factors())) <= 26
     assert len(pairwise(VerifyOptions(drafters=drafters, thread_counts=(1, 2)).factors())) <= 31
     assert default_drafters(model, EngineConfig(head="mtp")) == ("eagle3", "ngram", "mixed")
