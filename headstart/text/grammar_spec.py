@@ -233,6 +233,7 @@ def _without_annotations(schema: Any) -> Any:
     pattern with look-around beside an enforced format, as zod writes it, is dropped: the format suffices."""
     if not isinstance(schema, Mapping):
         return schema
+    schema = _with_named_members(schema)
     kept: dict[str, Any] = {}
     kind = schema.get("format")
     for key, value in schema.items():
@@ -248,6 +249,30 @@ def _without_annotations(schema: Any) -> Any:
     if schema.get("nullable") is True:
         return {"anyOf": [found, {"type": "null"}]}
     return found
+
+
+def _with_named_members(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schema with the members that `propertyNames` allows, which llguidance lacks, as pydantic and zod write it for
+    dictionaries: any text, a list of names, or a pattern. Beside `properties` only the first is known."""
+    names = schema.get("propertyNames")
+    if not isinstance(names, Mapping):
+        return schema
+    rest = {key: value for key, value in schema.items() if key != "propertyNames"}
+    value = rest.get("additionalProperties", True)
+    limits = {key: each for key, each in names.items() if (key, each) != ("type", "string")}
+    if not limits:
+        return rest
+    if len(limits) > 1 or rest.keys() & {"properties", "patternProperties"}:
+        return schema
+    [(kind, limit)] = limits.items()
+    if kind == "pattern" and isinstance(limit, str):
+        members = {"patternProperties": {limit: value}}
+    elif kind in ("enum", "const"):
+        listed = limit if isinstance(limit, list) else [limit]
+        members = {"properties": {name: value for name in listed if isinstance(name, str)}}
+    else:
+        return schema
+    return {**rest, **members, "additionalProperties": False}
 
 
 def _frame_text(text: str, special: Mapping[str, int]) -> str:

@@ -144,6 +144,17 @@ def test_supported_formats_and_nullable_constrain() -> None:
     assert not accepts({"type": "string"}, "null")
 
 
+@pytest.mark.parametrize(("names", "good", "bad"), [
+    ({"type": "string"}, '{"x":1}', '{"x":"1"}'), ({"enum": ["a", "b"]}, '{"a":1,"b":2}', '{"c":1}'),
+    ({"type": "string", "const": "a"}, '{"a":1}', '{"b":1}'), ({"pattern": "^[xy]+$"}, '{"xy":1}', '{"z":1}'),
+])  # fmt: skip
+def test_names_of_dictionaries_as_pydantic_and_zod_write_them(names: dict[str, Any], good: str, bad: str) -> None:
+    schema = {"type": "object", "propertyNames": names, "additionalProperties": {"type": "integer"}}
+    assert accepts(schema, good) and not accepts(schema, bad)
+    with pytest.raises(UsageError, match="propertyNames"):
+        accepts({**schema, "properties": {"a": {}}, "propertyNames": {"minLength": 1}}, good)
+
+
 def test_properties_may_have_the_names_of_annotations() -> None:
     names = ("format", "nullable", "$schema", "pattern", "default", "properties")
     compiler().compile(GrammarSpec("json_schema", {"type": "object", "properties": dict.fromkeys(names, TEXT)}))
