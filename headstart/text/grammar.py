@@ -89,17 +89,27 @@ class GrammarCompiler:
         """Compile `spec` in this thread, without the sandbox. num_bytes: estimated memory of the state. Raises
         UsageError for an invalid constraint or one that no text can satisfy."""
         self.prepare()
-        limits = LLParserLimits(max_lexer_states=self.limits.lexer_states)
-        matcher = LLMatcher(self._library, llguidance_source(spec, self._special), log_level=0, limits=limits)
+        matcher = self._matcher(spec)
         if matcher.is_error():
-            reason = error_cause(spec.kind, matcher.get_error())
-            raise UsageError(f"the {spec.kind} constraint is not valid: {reason}")
+            raise UsageError(f"the {spec.kind} constraint is not valid: {self._cause(spec, matcher)}")
         masks = self.end_ids, self._with_text, self._ends, self._special_bits
         state = GrammarState(matcher, SharedLexer(num_bytes), *masks, partial(_restart, ref(self), spec.kind, spec.key))
         state.mask()  # sets state.error if no text satisfies the grammar
         if state.error:
             raise UsageError(f"the {spec.kind} constraint cannot be used: {state.error}")
         return state
+
+    def _matcher(self, spec: GrammarSpec) -> LLMatcher:
+        limits = LLParserLimits(max_lexer_states=self.limits.lexer_states)
+        return LLMatcher(self._library, llguidance_source(spec, self._special), log_level=0, limits=limits)
+
+    def _cause(self, spec: GrammarSpec, failed: LLMatcher) -> str:
+        """Why a grammar is not valid; of several tools, with the name of the first that has the fault."""
+        for tool in spec.value.tools if spec.kind == "tools" and spec.value.name is None else ():
+            alone = self._matcher(GrammarSpec("tools", ToolCalls([tool])))
+            if alone.is_error():
+                return f"{tool['function']['name']}: {error_cause(spec.kind, alone.get_error())}"
+        return error_cause(spec.kind, failed.get_error())
 
     @cached_property
     def end_ids(self) -> frozenset[int]:

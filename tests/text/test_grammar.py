@@ -377,6 +377,7 @@ def test_equal_specs_share_one_compiled_grammar() -> None:
     ("tools", ToolCalls([{"type": "function"}]), "no function with a name"),
     ("tools", ToolCalls([{"function": {"name": "f", "parameters": {"type": 3}}}]), "tools constraint is not valid"),
     ("tools", ToolCalls([{"function": {"name": "f", "parameters": 3}}]), "parameters of tool 'f' must be"),
+    ("tools", ToolCalls([*TOOLS, {"function": {"name": "f", "parameters": {"not": {}}}}]), "not valid: f: .*not"),
     ("tools", ToolCalls([{"function": {"name": "f", "parameters": {"type": "array"}}}]), "'f' have type 'array'"),
 ])  # fmt: skip
 def test_invalid_constraints_have_a_one_line_error(kind: Any, value: Any, message: str) -> None:
