@@ -148,7 +148,8 @@ def _prepare_chat(llm: LLM, formats: OutputFormats, account: Account, body: Chat
     parser = None
     if calls is not None or thinks is not None:
         opened = thinks is not None and is_opened(thinks, prompt.text)
-        parser = partial(make_parser, calls, body.functions, thinks, reasoning_opened=opened)
+        one = not body.parallel_tool_calls
+        parser = partial(make_parser, calls, body.functions, thinks, reasoning_opened=opened, one_call=one)
     return PreparedRequest(
         requests, make_parser=parser, keeps_special=parser is not None or not body.skip_special_tokens,
         keeps_stop=body.include_stop_str_in_output, continues=body.continue_final_message,

@@ -280,6 +280,14 @@ def test_events_are_independent_of_splits_for_any_text(parts: list[str], name: s
         assert content(events) == text.removeprefix("<think>" if reasoning and text == "<think>" else "")
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_one_call_drops_further_calls(name: str) -> None:
+    text = write(name, [("search", {"text": "a"}), ("now", {})])
+    assert len(calls(check(text, name))) == 2
+    assert calls(check(text, name, one_call=True)) == [("search", {"text": "a"})]
+    assert content(check(text, name, one_call=True)) == content(check(text, name))
+
+
 @pytest.mark.parametrize("name", [*FORMATS, None])
 @pytest.mark.parametrize("reasoning", [None, "think"])
 def test_held_back_text_is_shorter_than_a_marker(name: str | None, reasoning: str | None) -> None:

@@ -39,11 +39,15 @@ def is_opened(reasoning: str, prompt: str) -> bool:
 
 
 def make_parser(
-    tool_format: str | None = None, tools: Tools = (), reasoning: str | None = None, *, reasoning_opened: bool = False
-) -> Parser:
-    """A parser for one answer. `reasoning_opened`: the prompt ends with the opening tag of the reasoning. Raises
-    UsageError for an unknown format."""
-    parser: Parser = PlainParser() if tool_format is None else registry.find("tool_formats", tool_format).PARSER(tools)
+    tool_format: str | None = None, tools: Tools = (), reasoning: str | None = None, *, reasoning_opened: bool = False,
+    one_call: bool = False,
+) -> Parser:  # fmt: skip
+    """A parser for one answer. `reasoning_opened`: the prompt ends with the opening tag of the reasoning. `one_call`:
+    calls after the first are dropped. Raises UsageError for an unknown format."""
+    parser: Parser = PlainParser()
+    if tool_format is not None:
+        parser = found = registry.find("tool_formats", tool_format).PARSER(tools)
+        found.one_call = one_call
     if reasoning is not None:
         parser = registry.find("reasoning_formats", reasoning).REASONING(parser, opened=reasoning_opened)
     return parser

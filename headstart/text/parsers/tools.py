@@ -15,7 +15,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
-from headstart.text.parsers.stream import Arguments, EndOfText, JsonValueParser, Mismatch, Sink, Steps, ToolCall
+from headstart.text.parsers.stream import Arguments, EndOfText, Event, JsonValueParser, Mismatch, Sink, Steps, ToolCall
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]  # the `tools` of an OpenAI request
 
@@ -58,6 +58,8 @@ class ToolParser(JsonValueParser):
     writes_json: ClassVar[bool] = False
     """Whether the parser writes the JSON object of the arguments itself, member by member, as calls are not in JSON."""
 
+    one_call = False  # further calls of an answer are dropped (`parallel_tool_calls: false`)
+
     def __init__(self, tools: Tools = ()) -> None:
         self.tools = tools
         self._num_calls = 0
@@ -69,6 +71,10 @@ class ToolParser(JsonValueParser):
     @property
     def _names(self) -> set[str]:
         return {tool["function"]["name"] for tool in self.tools if tool.get("type", "function") == "function"}
+
+    def _pop_events(self) -> list[Event]:
+        events = super()._pop_events()
+        return [each for each in events if getattr(each, "index", 0) == 0] if self.one_call else events
 
     def _begin_call(self) -> None:
         self._drop_read_text()
