@@ -30,6 +30,7 @@ from headstart.version import __version__
 HEADS = Path(__file__).parent / "heads"  # heads in this package: models/shipped_heads.py
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 _PUBLISHED = Path(__file__).parent / "published_models.json"
+_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _REPO = re.compile(r"\w[\w.-]*/[\w.-]+")  # not "./model"
 _OTHER_SPELLING = re.compile(r"(?:(?:https?://)?(?:hf\.co|huggingface\.co)/)?(\w[\w.-]*/[\w.-]+)(:[\w.-]+|/|$)")
 """A repo id after the Hub's address, or before a quantization."""
@@ -146,7 +147,7 @@ def resolve(name: str | None = None) -> Path:
     repo = repo_of(name)
     if repo is None:
         return user_path(name)
-    return _hub_file(repo, repo.file) if repo.file else _hub_snapshot(repo)
+    return _hub_files(repo, part_names(repo.file)) if repo.file else _hub_snapshot(repo)
 
 
 def resolve_head(name: str) -> Path:
@@ -194,12 +195,12 @@ def repo_of(name: str) -> Repo | None:
     """The Hub repo that a name denotes; None for an alias or a path. Raises UsageError for any other name."""
     if is_builtin(name) or user_path(name).exists():
         return None
-    if name.startswith((".", "/", "~")) or "\\" in name or (name.endswith(".gguf") and name.count("/") != 2):
+    if name.startswith((".", "/", "~")) or "\\" in name or (name.endswith(".gguf") and name.count("/") < 2):
         raise UsageError(f"{name} does not exist", "give a path, a Hugging Face repo id or an alias")
     name = repo_name(name)
-    if name.count("/") == 2 and name.endswith(".gguf"):
-        repo, file = name.rsplit("/", 1)
-        return Repo(repo, file=file)
+    if name.endswith(".gguf"):
+        owner, repo, file = name.split("/", 2)
+        return Repo(f"{owner}/{repo}", file=file)
     repo, _, revision = name.partition("@")
     if not _REPO.fullmatch(repo):
         raise _unknown(name)
@@ -266,25 +267,45 @@ def _snapshot(repo: Repo, files: Iterable[str]) -> Path:
     return _download_from(repo, partial(snapshot_download, repo.repo, **options), has_large_files=True)
 
 
+def part_names(name: str) -> list[str]:
+    """File names of all parts of the split GGUF model that a file belongs to; only `name` for a model in one file."""
+    match = _PART.fullmatch(name)
+    if not match or not int(match[3]):
+        return [name]
+    stem, _, count = match.groups()
+    return [f"{stem}-{number:05}-of-{count}.gguf" for number in range(1, int(count) + 1)]
+
+
+def choose_gguf(repo: str, files: Iterable[str]) -> list[str]:
+    """The parts of the only GGUF model among a repo's files, or of several quantizations of the usual one. Raises
+    UsageError."""
+    ggufs = [file for file in files if file.endswith(".gguf") and "mmproj" not in file.lower()]
+    models = [file for file in ggufs if part_names(file)[0] == file]
+    usual = [file for file in models if USUAL_QUANTIZATION in file.lower()]
+    if not models:
+        raise UsageError(f"{repo} has neither safetensors nor GGUF files", "choose another repo")
+    if len(chosen := usual or models) > 1:
+        raise UsageError(f"{repo} has {len(models)} GGUF files", f"name one, as in {repo}/{chosen[0]}")
+    return part_names(chosen[0])
+
+
 def _one_gguf(repo: Repo, snapshot: Path) -> Path:
-    """Download the only GGUF file of a repo, or of several quantizations the usual one."""
+    """Download the GGUF model of a repo that `choose_gguf` chooses, and its vision tower."""
     from huggingface_hub import list_repo_files
 
     try:
         with hub_errors(repo.repo):
             listed = list_repo_files(repo.repo, revision=repo.revision or None)
     except UsageError:
-        listed = [file.name for file in snapshot.iterdir()]
-    towers = sorted(fnmatch.filter(listed, "*mmproj*.gguf"))
-    files = [file for file in fnmatch.filter(listed, "*.gguf") if file not in towers]
-    usual = [file for file in files if USUAL_QUANTIZATION in file.lower()]
-    if not files:
-        raise UsageError(f"{repo.repo} has neither safetensors nor GGUF files", "choose another repo")
-    if len(chosen := usual or files) > 1:
-        raise UsageError(f"{repo.repo} has {len(files)} GGUF files", f"name one, as in {repo.repo}/{files[0]}")
-    for file in towers[:1]:
-        _hub_file(repo, file)
-    return _hub_file(repo, chosen[0])
+        listed = [str(file.relative_to(snapshot)) for file in snapshot.rglob("*.gguf")]
+    chosen, towers = choose_gguf(repo.repo, listed), sorted(fnmatch.filter(listed, "*mmproj*.gguf"))
+    return _hub_files(repo, [*chosen, *towers[:1]])
+
+
+def _hub_files(repo: Repo, files: Iterable[str]) -> Path:
+    """Download files of a repo. Returns the path of the first."""
+    paths = [_hub_file(repo, file) for file in files]
+    return paths[0]
 
 
 def _hub_file(repo: Repo, file: str) -> Path:

@@ -50,10 +50,10 @@ def config_alone(config: Path, name: str) -> Checkpoint:
 
 
 def open_described(name: str | None) -> Checkpoint:
-    """Open a model by name without a download of weights: of a Hub repo, and of a directory without weights,
-    config.json alone. None: the default model. Raises UsageError or ModelError."""
-    if name and (repo := hub.repo_of(name)) and not repo.file:
-        return config_alone(hub.config_file(name), name)
+    """Open a model by name as `find_checkpoint`, or a directory without weights, of which config.json alone. None: the
+    default model. Raises UsageError or ModelError."""
+    if name and hub.repo_of(name):
+        return find_checkpoint(name)
     path = hub.resolve(name)
     if (path / "config.json").exists() and not is_checkpoint(path):
         return config_alone(path / "config.json", str(path))

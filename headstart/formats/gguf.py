@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from headstart import hub
 from headstart.errors import ModelError
 from headstart.formats import gguf_names
 from headstart.formats.base import Checkpoint, Format, Tensor, text_readers
@@ -20,7 +21,6 @@ from headstart.formats.gguf_file import MAGIC, GgufFile, read
 from headstart.formats.safetensors_file import join
 
 _OF_EXPERTS = "router.per_expert_scale"  # end of the canonical name of a scale per expert
-_PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")  # name of one part of a split model
 
 
 def detect(path: Path) -> bool:
@@ -65,18 +65,9 @@ def _generation(config: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[
     return {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config} | rounded
 
 
-def part_names(name: str) -> list[str]:
-    """File names of all parts of the split model that a file belongs to; only `name` for a model in one file."""
-    match = _PART.fullmatch(name)
-    if not match or not int(match[3]):
-        return [name]
-    stem, _, count = match.groups()
-    return [f"{stem}-{number:05}-of-{count}.gguf" for number in range(1, int(count) + 1)]
-
-
 def parts_of(path: Path) -> list[Path]:
     """Paths of all parts of the model that a file belongs to. Raises ModelError for a missing part."""
-    names = part_names(path.name)
+    names = hub.part_names(path.name)
     for name in names:
         if len(names) > 1 and not path.with_name(name).exists():
             raise ModelError(f"{path} is one of {len(names)} parts, but {name} is missing", "download all parts")

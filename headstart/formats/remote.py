@@ -15,10 +15,10 @@ from headstart.core import Progress
 from headstart.errors import HeadstartError, ModelError, UsageError
 from headstart.formats import gguf, safetensors, safetensors_file
 from headstart.formats.base import Checkpoint, File, Tensor
-from headstart.formats.gguf_file import GgufFile, IncompleteHeader, parse
+from headstart.formats.gguf_file import GgufFile, IncompleteHeader, parse, read
 from headstart.formats.json_object import read_object
 from headstart.formats.safetensors import CONFIG, GENERATION
-from headstart.hub import Repo, hub_errors, is_reachable
+from headstart.hub import Repo, choose_gguf, hub_errors, is_reachable, part_names
 
 T = TypeVar("T")
 FIRST = 128 * 1024  # bytes of the first request: most headers are shorter
@@ -27,7 +27,14 @@ RETRIES = 2  # of a request
 
 
 def open_repo(source: Repo, progress: Progress) -> Checkpoint:
-    """A checkpoint of a repo's headers. UsageError for an unknown or unreachable repo, ModelError for damaged files."""
+    """A checkpoint of a repo's headers; without tensors if the repo has a config and weights of another format.
+    UsageError for an unknown or unreachable repo, ModelError for damaged files."""
+    found = read_repo(source, progress)
+    return found if isinstance(found, Checkpoint) else gguf.join_files(found[0].path, found)
+
+
+def read_repo(source: Repo, progress: Progress) -> Checkpoint | list[GgufFile]:
+    """The headers of a repo: a checkpoint, or the parts of its GGUF model. Raises as `open_repo`."""
     from huggingface_hub import HfApi, constants
 
     if constants.HF_HUB_OFFLINE or not is_reachable():
@@ -45,19 +52,29 @@ def open_repo(source: Repo, progress: Progress) -> Checkpoint:
             except HeadstartError:
                 raise error from None
     files = [each.rfilename for each in info.siblings or []]
-    return _Remote(source, str(info.sha or source.revision or "main"), files, progress).checkpoint()
+    return _Remote(source, str(info.sha or source.revision or "main"), files, progress).headers()
 
 
-def _cached(source: Repo) -> Checkpoint:
-    """The checkpoint in huggingface_hub's cache. Raises UsageError if the cache does not have it."""
+def _cached(source: Repo) -> Checkpoint | list[GgufFile]:
+    """`read_repo` from huggingface_hub's cache. Raises UsageError if the cache does not have it."""
     from huggingface_hub import hf_hub_download, snapshot_download
 
     with hub_errors(source.repo):
         if source.file:
             file = hf_hub_download(source.repo, source.file, local_files_only=True, dry_run=False)
-            return gguf.open_checkpoint(Path(file))
-        folder = snapshot_download(source.repo, revision=source.revision or None, local_files_only=True, dry_run=False)
-    return safetensors.open_checkpoint(Path(folder))
+            return [read(part) for part in gguf.parts_of(Path(file))]
+        revision = source.revision or None
+        folder = Path(snapshot_download(source.repo, revision=revision, local_files_only=True, dry_run=False))
+    if any(folder.glob("*.safetensors")):
+        return safetensors.open_checkpoint(folder)
+    ggufs = [str(path.relative_to(folder)) for path in folder.rglob("*.gguf")]
+    if ggufs or not (folder / CONFIG).exists():
+        return [read(part) for part in gguf.parts_of(folder / choose_gguf(source.repo, ggufs)[0])]
+    return _config_alone(source, read_object(folder / CONFIG))
+
+
+def _config_alone(source: Repo, config: dict[str, Any]) -> Checkpoint:
+    return Checkpoint(Path(source.repo), "safetensors", config, {}, canonical_names=False)
 
 
 class _Remote:
@@ -66,19 +83,15 @@ class _Remote:
     def __init__(self, source: Repo, revision: str, files: list[str], progress: Progress) -> None:
         self.source, self.revision, self.files, self.progress = source, revision, files, progress
 
-    def checkpoint(self) -> Checkpoint:
+    def headers(self) -> Checkpoint | list[GgufFile]:
         if self.source.file:
-            return self._gguf(self.source.file)
+            return self._all(self._part, part_names(self.source.file))
         weights = [file for file in self.files if file.endswith(".safetensors") and "/" not in file]
         if CONFIG in self.files and (weights or safetensors_file.INDEX in self.files):
             return self._safetensors(weights)
-        ggufs = [file for file in self.files if file.endswith(".gguf")]
-        if ggufs and set(ggufs) == set(gguf.part_names(ggufs[0])):
-            return self._gguf(ggufs[0])
-        if ggufs:
-            hint = f"name one, as in {self.source.repo}/{ggufs[0]}"
-            raise UsageError(f"{self.source.repo} has {len(ggufs)} GGUF files", hint)
-        raise UsageError(f"{self.source.repo} has neither safetensors nor GGUF files", "choose another repo")
+        if CONFIG in self.files and not any(file.endswith(".gguf") for file in self.files):
+            return _config_alone(self.source, self._json(CONFIG))
+        return self._all(self._part, choose_gguf(self.source.repo, self.files))
 
     def _safetensors(self, weights: list[str]) -> Checkpoint:
         config = self._json(CONFIG)
@@ -131,9 +144,6 @@ class _Remote:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         return results
-
-    def _gguf(self, file: str) -> Checkpoint:
-        return gguf.join_files(Path(self.source.repo, file), self._all(self._part, gguf.part_names(file)))
 
     def _part(self, file: str) -> GgufFile:
         path = Path(self.source.repo, file)

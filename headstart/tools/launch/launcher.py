@@ -271,7 +271,7 @@ class EngineLauncher(EngineProgram):
 
     def wrong_format(self, facts: ModelFacts) -> str:
         """Returns why the engine cannot draft with a checkpoint of this format; "" if it can."""
-        if self.format == "gguf" and facts.format != "gguf" and facts.local:
+        if self.format == "gguf" and facts.format != "gguf":
             return f"{facts.source} is not a GGUF file"
         if self.format == "safetensors" and facts.format == "gguf":
             return f"{facts.source} is a GGUF file, which {self.title} cannot draft with"

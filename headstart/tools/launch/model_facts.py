@@ -1,15 +1,16 @@
 """Facts about a model for launchers, read from config.json and tensor headers, and the choice of a draft depth."""
 
+from collections import ChainMap
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 from headstart import hub
 from headstart.config import AUTO, EngineConfig
+from headstart.core import no_progress
 from headstart.errors import ModelError, UsageError
 from headstart.formats import gguf, open_described
 from headstart.formats.base import Checkpoint
-from headstart.formats.gguf_file import read as read_gguf
+from headstart.formats.gguf_file import GgufFile, read as read_gguf
 from headstart.formats.sizes import Sizes
 from headstart.formats.tensor_parts import MTP, part_of
 from headstart.models.classify import DrafterKind, classify, classify_path, mtp_modules
@@ -25,11 +26,12 @@ Advise = Callable[[], str]  # the commands that make a head usable in the engine
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    source: str  # the model argument for the engine: a path or a Hub repo
+    source: str  # the model argument for the engine: a path, a Hub repo, or a GGUF file in one (org/model/file.gguf)
+    revision: str = ""  # of a Hub repo; empty: the main branch
     model_type: str
     format: str  # safetensors, gguf
     weight_bytes: int | None  # None: unknown without the weights
-    modules: int  # native MTP modules in the checkpoint; for a Hub repo the number that the config declares
+    modules: int  # native MTP modules in the checkpoint; without tensors the number that the config declares
     attention_heads: int
     experts: int
     remote_code: bool = False
@@ -40,17 +42,25 @@ class ModelFacts:
 
 
 def read_facts(model: str | None) -> ModelFacts:
-    """Reads a directory, a .gguf file or the config.json of a Hub repo. Raises UsageError or ModelError."""
-    repo = hub.repo_of(model) if model else None
-    if repo and not repo.file:
-        return _config_facts(open_described(model), local=False)
-    trunk = hub.resolve(model)
-    return _gguf_facts(trunk) if gguf.detect(trunk) else _config_facts(open_described(str(trunk)), local=True)
+    """Reads config and tensor headers of a directory, a .gguf file or a Hub repo. Raises UsageError or ModelError."""
+    if repo := hub.repo_of(model) if model else None:
+        from headstart.formats.remote import read_repo  # the Hub's client is slow to import
+
+        facts = _facts(read_repo(repo, no_progress), "/".join(filter(None, (repo.repo, repo.file))))
+        return replace(facts, local=False, revision=repo.revision)
+    path = hub.resolve(model)
+    files = [read_gguf(part) for part in gguf.parts_of(path)] if gguf.detect(path) else open_described(str(path))
+    return _facts(files, str(path))
 
 
-def _gguf_facts(path: Path) -> ModelFacts:
-    parts = [read_gguf(part) for part in gguf.parts_of(path)]
-    metadata, tensors = parts[0].metadata, {name: tensor for part in parts for name, tensor in part.tensors.items()}
+def _facts(found: Checkpoint | list[GgufFile], source: str) -> ModelFacts:
+    """Returns the facts of a checkpoint, or of the parts of a GGUF file. MTP modules count only if their tensors are
+    present, or no tensors are known."""
+    return _config_facts(found, source) if isinstance(found, Checkpoint) else _gguf_facts(found, source)
+
+
+def _gguf_facts(parts: list[GgufFile], source: str) -> ModelFacts:
+    metadata, tensors = parts[0].metadata, ChainMap(*(part.tensors for part in parts))
     kind = str(metadata.get("general.architecture", "unknown"))
 
     def number(key: str) -> int:
@@ -59,16 +69,14 @@ def _gguf_facts(path: Path) -> ModelFacts:
 
     promised = number("nextn_predict_layers")
     return ModelFacts(
-        source=str(path), model_type=kind, format="gguf",
-        weight_bytes=sum(tensor.nbytes for tensor in tensors.values()),
+        source=source, model_type=kind, format="gguf", weight_bytes=sum(tensor.nbytes for tensor in tensors.values()),
         modules=promised if any(".nextn." in name for name in tensors) else 0,
         attention_heads=number("attention.head_count") or 1, experts=number("expert_count"), declared=promised,
     )  # fmt: skip
 
 
-def _config_facts(found: Checkpoint, *, local: bool) -> ModelFacts:
-    """Returns the facts of a checkpoint. Of one with tensors, MTP modules count only if their tensors are present."""
-    source, config, tensors = str(found.path) if local else found.name, found.config, found.tensors or None
+def _config_facts(found: Checkpoint, source: str) -> ModelFacts:
+    config, tensors = found.config, found.tensors or None
     sizes, family = Sizes(config), find_mtp_family(config)
     promised = (family.layout.declared(config) if family else declared(config)).modules
     layers = sizes.get("layers") or 0
@@ -83,8 +91,8 @@ def _config_facts(found: Checkpoint, *, local: bool) -> ModelFacts:
         source=source, model_type=str(sizes.config.get("model_type") or "unknown"), format="safetensors",
         weight_bytes=weight_bytes or (int(sum(sized.weight_bytes().values())) if sized else None),
         modules=promised if there else 0, attention_heads=sizes.get("heads") or 1,
-        experts=sizes.get("experts") or 0, remote_code="auto_map" in config, declared=promised, local=local,
-        sized=sized, drafter=own,
+        experts=sizes.get("experts") or 0, remote_code="auto_map" in config, declared=promised, sized=sized,
+        drafter=own,
     )  # fmt: skip
 
 

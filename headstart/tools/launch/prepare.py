@@ -83,6 +83,8 @@ def prepare(options: LaunchOptions) -> PreparedLaunch:
     if options.head and hub.is_builtin(options.head):
         options = replace(options, head=str(hub.resolve(options.head)))
     facts = read_facts(options.model)
+    if facts.revision:
+        options = replace(options, settings={**options.settings, "revision": facts.revision})
     advise = partial(export_advice, launcher, facts, options.model, options.head)
     drafter = drafter_of(options.head, advise) if options.head else facts.drafter
     if why := launcher.wrong_format(facts):

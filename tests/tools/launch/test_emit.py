@@ -131,11 +131,11 @@ def test_kuberay_passes_engine_arguments_by_name(model: str, capsys: Capture) ->
 
 
 def emit_for_repo(capsys: Capture, model: str, *words: str) -> str:
-    """Emits files for a Hub repo; only its config is read."""
-    import headstart.tools.launch.model_facts as facts
+    """Emits files for a Hub repo; only its headers are read."""
+    from headstart.formats import open_checkpoint, remote
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(facts.hub, "config_file", lambda _: Path(model) / "config.json")
+        patch.setattr(remote, "read_repo", lambda *_: open_checkpoint(Path(model)))
         return emit(capsys, "vllm", "org/model", "--gpus", "h100x4", *words)
 
 

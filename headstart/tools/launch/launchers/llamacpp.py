@@ -12,7 +12,7 @@ class LlamaCpp(EngineLauncher, data="llamacpp.json"):
         spec = server.spec
         if spec.parallel.nodes > 1:
             raise UsageError("llama-server runs on one machine", "--nodes 1; --dp runs copies side by side")
-        server.add("--model" if server.facts.local else "--hf-repo", server.facts.source)
+        self._model(server)
         server.add_all({"--host": spec.host, "--port": spec.port, "--metrics": None})
         if spec.parallel.gpus:
             server.add("--n-gpu-layers", "all")
@@ -25,6 +25,16 @@ class LlamaCpp(EngineLauncher, data="llamacpp.json"):
             server.add("--ctx-size", int(length) * int(settings.get("max_num_seqs") or 1))
         server.add_settings(settings)
         server.serve(self.program, *server.words)
+
+    def _model(self, server: ServerBuilder) -> None:
+        source = server.facts.source
+        if server.facts.local:
+            server.add("--model", source)
+        else:
+            owner, name, *file = source.split("/", 2)
+            server.add("--hf-repo", f"{owner}/{name}")
+            for each in file:
+                server.add("--hf-file", each)
 
     def _speculation(self, server: ServerBuilder) -> None:
         spec = server.spec

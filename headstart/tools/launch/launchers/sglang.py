@@ -61,6 +61,8 @@ class Sglang(EngineLauncher, data="sglang.json"):
         server.add("--speculative-algorithm", algorithm)
         if spec.head or not model_type.startswith(OWN_DRAFT):
             server.add("--speculative-draft-model-path", spec.head or server.facts.source)
+        if server.facts.revision and not spec.head:
+            server.add("--speculative-draft-model-revision", server.facts.revision)
         if algorithm in BLOCKS:
             server.add("--speculative-num-draft-tokens", depth + 1)
             if algorithm == "DSPARK":

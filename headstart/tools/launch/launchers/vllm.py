@@ -102,6 +102,8 @@ class Vllm(EngineLauncher, data="vllm.json"):
             config["model"] = spec.head
         elif spec.depth > 1 and server.facts.modules == 1:
             server.note(f"one module is used {spec.depth} times: vLLM warns that acceptance may fall, which is normal")
+        if server.facts.revision and not spec.head:
+            config["revision"] = server.facts.revision
         if table := spec.depth_table:
             if spec.parallel.data > 1:
                 hint = "--dp 1, or no --depth-by-batch"

@@ -10,15 +10,17 @@ class Xllm(EngineLauncher, data="xllm.json"):
         facts, spec = server.facts, server.spec
         model = facts.source
         if not facts.local:  # it takes directories only
-            model = f"./{facts.source.partition('@')[0].rpartition('/')[2]}"
-            server.plan.before.append(LaunchStep(("hf", "download", facts.source, "--local-dir", model), "once"))
+            model = f"./{facts.source.rpartition('/')[2]}"
+            revision = ("--revision", facts.revision) if facts.revision else ()
+            step = LaunchStep(("hf", "download", facts.source, *revision, "--local-dir", model), "once")
+            server.plan.before.append(step)
         server.add_all({"--model": model, "--host": spec.host})
         if spec.depth_drafted:
             self._speculation(server, model)
         server.add_sizes({"--dp_size": spec.parallel.data})
         if spec.role:
             server.add_all({"--enable_disagg_pd": None, "--instance_role": spec.role.upper()})
-        server.add_settings(spec.settings)
+        server.add_settings({name: value for name, value in spec.settings.items() if name != "revision"})
         num_ranks = spec.parallel.tensor * spec.parallel.data
         for rank in range(num_ranks):
             self._serve_rank(server, rank, num_ranks)
