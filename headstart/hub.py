@@ -31,7 +31,7 @@ HEADS = Path(__file__).parent / "heads"  # heads in this package: models/shipped
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 _PUBLISHED = Path(__file__).parent / "published_models.json"
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-_REPO = re.compile(r"\w[\w.-]*/[\w.-]+")  # not "./model"
+_REPO = re.compile(r"(\w[\w.-]*/[\w.-]+)(?:@(.*)|/(.+\.gguf))?")  # org/model, its revision or GGUF file; not "./model"
 _OTHER_SPELLING = re.compile(r"(?:(?:https?://)?(?:hf\.co|huggingface\.co)/)?(\w[\w.-]*/[\w.-]+)(:[\w.-]+|/|$)")
 """A repo id after the Hub's address, or before a quantization."""
 _MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "tiktoken.model", "*.txt")
@@ -172,14 +172,15 @@ def remove(name: str) -> None:
 
 
 def is_repo(name: str) -> bool:
-    """True if a name has the form of a Hub repo id (org/model, or org/model@revision)."""
-    return _REPO.fullmatch(repo_name(name).partition("@")[0]) is not None
+    """True if a name has the form of a Hub repo id, of a revision, or of a GGUF file in a repo."""
+    return _parsed(name) is not None
 
 
 def config_file(name: str) -> Path:
-    """Download config.json of a Hub repo, without the weights. Raises UsageError."""
-    repo, _, revision = repo_name(name).partition("@")
-    return _hub_file(Repo(repo, revision), "config.json")
+    """Download config.json of a Hub repo (`is_repo`), without the weights. Raises UsageError."""
+    repo = _parsed(name)
+    assert repo is not None, name
+    return _hub_file(repo, "config.json")
 
 
 @dataclass(frozen=True)
@@ -197,14 +198,14 @@ def repo_of(name: str) -> Repo | None:
         return None
     if name.startswith((".", "/", "~")) or "\\" in name or (name.endswith(".gguf") and name.count("/") < 2):
         raise UsageError(f"{name} does not exist", "give a path, a Hugging Face repo id or an alias")
-    name = repo_name(name)
-    if name.endswith(".gguf"):
-        owner, repo, file = name.split("/", 2)
-        return Repo(f"{owner}/{repo}", file=file)
-    repo, _, revision = name.partition("@")
-    if not _REPO.fullmatch(repo):
-        raise _unknown(name)
-    return Repo(repo, revision)
+    if (repo := _parsed(name)) is None:
+        raise _unknown(repo_name(name))
+    return repo
+
+
+def _parsed(name: str) -> Repo | None:
+    match = _REPO.fullmatch(repo_name(name))
+    return Repo(*(part or "" for part in match.groups())) if match else None
 
 
 def _trunk_path(builtin: Builtin) -> Path:

@@ -5,15 +5,16 @@ inspect, launch, export, plan and train all use `classify` (for a config.json) o
 """
 
 from collections.abc import Container, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from headstart import hub
-from headstart.errors import HeadstartError, ModelError, UsageError
+from headstart.core import no_progress
+from headstart.errors import ModelError, UsageError
 from headstart.files import user_path
 from headstart.formats import find_checkpoint, gguf
+from headstart.formats.base import Checkpoint
 from headstart.formats.gguf_file import GgufFile, read as read_gguf
 from headstart.formats.json_object import read_object
 from headstart.formats.sizes import Sizes, as_size
@@ -112,13 +113,11 @@ def classify_path(name: str | Path) -> DrafterKind:
     if path.is_dir() and (path / "config.json").exists():
         config = read_object(path / "config.json")
         return classify(config, _names(path) if any(path.glob("*.safetensors")) else None)
-    if not path.exists() and hub.is_repo(str(name)):
-        kind = classify(read_object(hub.config_file(str(name))))
-        with suppress(HeadstartError):  # a repo of pickles has no headers
-            if kind.kind in (MODEL, MTP):  # a head cut out of a model may keep the model's config
-                found = find_checkpoint(str(name))
-                return classify(found.config, found.tensors)
-        return kind
+    if hub.is_repo(str(name)) and (repo := hub.repo_of(str(name))):
+        from headstart.formats.remote import read_repo  # the Hub's client is slow to import
+
+        found = read_repo(repo, no_progress)
+        return classify(found.config, found.tensors or None) if isinstance(found, Checkpoint) else _of_gguf(found[0])
     raise UsageError(f"there is no drafter at {name}", "give a directory with config.json, a .gguf file or a repo id")
 
 

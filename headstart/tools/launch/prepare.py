@@ -105,7 +105,7 @@ def prepare(options: LaunchOptions) -> PreparedLaunch:
     if known and not arguments.at_least(arguments.parse_version(known.versions[-1]), arguments.version_text(version)):
         newest = f"the flags of {launcher.title} are known up to {known.versions[-1]}"
         notes.insert(0, f"{newest}: those of {arguments.version_text(version)} may differ")
-    if drafter is None and not facts.modules and options.depth is None and (advice := advise()):
+    if drafter is None and not facts.modules and options.depth is None and (advice := advise(reasons=True)):
         notes.append(advice)
     if facts.remote_code and flag and flag not in spec.extra and not spec.settings.get("trust_remote_code"):
         asked = f"if {launcher.title} asks for it and you trust it, add -- {flag}"

@@ -1,7 +1,6 @@
 """Heads in headstart's own layout, trained or in this package, that an export makes usable in another engine."""
 
 import shlex
-from contextlib import suppress
 from pathlib import Path
 
 from headstart import hub, registry
@@ -14,22 +13,27 @@ from headstart.tools.launch.launcher import EngineLauncher
 from headstart.tools.launch.model_facts import ModelFacts
 
 
-def export_advice(launcher: EngineLauncher, facts: ModelFacts, model: str | None, head: str | None = None) -> str:
+def export_advice(
+    launcher: EngineLauncher, facts: ModelFacts, model: str | None, head: str | None = None, *, reasons: bool = False
+) -> str:
     """Returns the commands that make `head`, or a head in this package for the model, usable in the engine; "" if there
-    are none. For a Hub repo, whose tensors are not here, only the export targets for `head`. model: its name as the
-    user gave it."""
+    are none, or with `reasons` why not. For a Hub repo, whose tensors are not here, only the export targets for `head`.
+    model: its name as the user gave it."""
     if not facts.local:
         targets = " or ".join(launcher.exports)
         return f"by its kind: headstart export --to {targets}" if head and targets else ""
     own = Path(head) if head else None
-    heads = [own] if own else shipped_heads_at(hub.resolve(model)).values()
-    requests = [(target, ExportRequest(model, each)) for each in heads for target in launcher.exports]
-    plans = [(target, request, plan) for target, request in requests if (plan := _plan(target, request))]
+    heads = [own] if own else [*shipped_heads_at(hub.resolve(model)).values()]
     is_usable = not launcher.wrong_format(facts)  # beside a head
-    plans.sort(key=lambda each: not (is_usable or each[2].is_model))
+    plans, why = [], f"no export writes it for {launcher.title}"
+    for target, request in [(target, ExportRequest(model, each)) for each in heads for target in launcher.exports]:
+        try:
+            plans.append((target, request, _plan(target, request)))
+        except ModelError as error:  # the layout has no place for this head
+            why = error.message
     if not plans:
-        return ""
-    target, request, plan = plans[0]
+        return f"headstart has the head {heads[0].name} for it, but {why}" if reasons and heads else ""
+    target, request, plan = min(plans, key=lambda each: not (is_usable or each[2].is_model))
     name = user_path(str(request.head)).name
     out, given = f"{name}-{target}", ["--head", str(own)] if own else []
     export = ["headstart", "export", request.name, *given, "--to", target, "--out", out]
@@ -42,9 +46,6 @@ def export_advice(launcher: EngineLauncher, facts: ModelFacts, model: str | None
     return f"{found}{shlex.join(export)}, then {shlex.join(launch)}{needed}"
 
 
-def _plan(target: str, request: ExportRequest) -> Plan | None:
-    """Returns the plan of an export; None for a head that the layout has no place for."""
+def _plan(target: str, request: ExportRequest) -> Plan:
     export: Export = registry.find("exports", target).EXPORT
-    with suppress(ModelError):
-        return export(request)
-    return None
+    return export(request)

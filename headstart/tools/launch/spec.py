@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from headstart import hub
 from headstart.models.classify import DrafterKind
 from headstart.tools.options import ServerFlags
 from headstart.wording import flag_of
@@ -60,6 +61,11 @@ class LaunchSpec(LaunchRequest):
     drafter: DrafterKind | None = None  # of `head`, or inside the checkpoint; None: the model's own MTP modules
     platform: str = "cuda"  # a key of PLATFORMS
     placement: ServerPlacement = ServerPlacement()
+
+    @property
+    def head_repo(self) -> hub.Repo | None:
+        """The Hub repo that `head` denotes; None for a path."""
+        return hub.repo_of(self.head) if self.head and hub.is_repo(self.head) else None
 
     @property
     def method(self) -> str:

@@ -123,7 +123,7 @@ def with_acceptance(shape: ModelShape, name: str) -> ModelShape:
 
 
 def from_model(name: str | None) -> ModelShape:
-    """Returns the shape of a checkpoint, from tensor headers; for a Hub repo only config.json is fetched."""
+    """Returns the shape of a checkpoint, from config and tensor headers."""
     if name and not (hub.is_builtin(name) or user_path(name).exists() or hub.is_repo(name)):
         raise _unknown(name)
     name, checkpoint = name or hub.DEFAULT_MODEL, open_described(name)

@@ -61,6 +61,21 @@ def test_repo_that_lost_its_head_is_launched_without_drafts(hub: Hub, capsys: Ca
     assert "is not a GGUF file" in launched(capsys, "llamacpp", REPO, code=2)
 
 
+def test_head_in_a_repo(hub: Hub, tmp_path: Path, capsys: Capture) -> None:
+    trunk = write_model(tmp_path / "trunk", *family_of("llama").tiny())
+    write_gguf(tmp_path, "m.gguf")
+    write_gguf(hub.folder, "head.gguf")
+    printed = launched(capsys, "llamacpp", str(tmp_path / "m.gguf"), "--head", REPO)
+    assert f"--spec-draft-hf {REPO} --spec-type draft-mtp" in printed
+    assert "takes whole repos" in launched(
+        capsys, "llamacpp", str(tmp_path / "m.gguf"), "--head", f"{REPO}/head.gguf", code=2
+    )
+    (hub.folder / "head.gguf").unlink()
+    write_model(hub.folder, *family_of("llama").tiny())
+    printed = launched(capsys, "vllm", str(trunk), "--head", f"{REPO}@v1")
+    assert f'"model": "{REPO}", "revision": "v1"' in printed
+
+
 def test_revision_and_short_name_of_a_repo(hub: Hub, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     write_model(hub.folder, *family_of("mimo").tiny())
     monkeypatch.setitem(published_models(), "mine", {"repo": REPO, "gain": None})

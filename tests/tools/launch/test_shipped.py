@@ -49,6 +49,12 @@ def test_printed_commands_export_the_head_and_launch_with_it(trunk: str, capsys:
     assert shlex.join(export) in capsys.readouterr().err
 
 
+def test_head_that_no_export_writes_is_named_with_the_reason(trunk: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["launch", "trtllm", trunk, "--gpus", "h100x1", "--dry-run"]) == 0
+    note = "# note: headstart has the head tiny-eagle3 for it, but no export writes it for TensorRT-LLM"
+    assert note in capsys.readouterr().out.splitlines()
+
+
 def test_trained_head_gets_export_and_launch_commands(trunk: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["launch", "vllm", trunk, "--head", "heads/tiny-eagle3", "--gpus", "none", "--dry-run"]) == 2
     hint = capsys.readouterr().err.partition("hint: ")[2]

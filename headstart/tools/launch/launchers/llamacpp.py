@@ -40,7 +40,12 @@ class LlamaCpp(EngineLauncher, data="llamacpp.json"):
         spec = server.spec
         if spec.drafter and spec.drafter.container != "gguf":
             raise UsageError(f"--head {spec.head} is not a GGUF file", "convert it: convert_hf_to_gguf.py --mtp")
-        if spec.head:
+        if repo := spec.head_repo:
+            if repo.file or repo.revision:
+                hint = f"hf download {repo.repo}, and --head with the path of the file"
+                raise UsageError(f"--head {spec.head}: llama.cpp takes whole repos as drafters", hint)
+            server.add("--spec-draft-hf", repo.repo)
+        elif spec.head:
             server.add("--spec-draft-model", spec.head)
         server.add("--spec-type", self.method_of(spec))  # without a type, heads of some kinds are loaded and not used
         server.add_all({"--spec-draft-n-max": spec.depth, "--spec-draft-p-min": P_MIN})

@@ -59,10 +59,12 @@ class Sglang(EngineLauncher, data="sglang.json"):
         if algorithm == "NEXTN" and model_type == "deepseek_v4":
             algorithm = "EAGLE"  # same algorithm; SGLang checks this model type before it resolves the alias NEXTN
         server.add("--speculative-algorithm", algorithm)
+        repo = spec.head_repo
+        path = repo.repo if repo else spec.head or server.facts.source
         if spec.head or not model_type.startswith(OWN_DRAFT):
-            server.add("--speculative-draft-model-path", spec.head or server.facts.source)
-        if server.facts.revision and not spec.head:
-            server.add("--speculative-draft-model-revision", server.facts.revision)
+            server.add("--speculative-draft-model-path", path)
+        if revision := repo.revision if repo else "" if spec.head else server.facts.revision:
+            server.add("--speculative-draft-model-revision", revision)
         if algorithm in BLOCKS:
             server.add("--speculative-num-draft-tokens", depth + 1)
             if algorithm == "DSPARK":

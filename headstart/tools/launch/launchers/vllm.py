@@ -97,13 +97,13 @@ class Vllm(EngineLauncher, data="vllm.json"):
             raise UsageError(f"--head {spec.head} is a GGUF file", "vLLM takes drafters as safetensors directories")
         if method == "mtp" and not at_least(version, "0.11"):
             method = "deepseek_mtp"
+        repo, revision = spec.head_repo, "" if spec.head else server.facts.revision
+        model, revision = (repo.repo, repo.revision) if repo else (spec.head, revision)
+        named = {"model": model, "revision": revision}
         config: dict[str, Any] = {"method": method, "num_speculative_tokens": spec.depth}
-        if spec.head:
-            config["model"] = spec.head
-        elif spec.depth > 1 and server.facts.modules == 1:
+        config |= {key: value for key, value in named.items() if value}
+        if not model and spec.depth > 1 and server.facts.modules == 1:
             server.note(f"one module is used {spec.depth} times: vLLM warns that acceptance may fall, which is normal")
-        if server.facts.revision and not spec.head:
-            config["revision"] = server.facts.revision
         if table := spec.depth_table:
             if spec.parallel.data > 1:
                 hint = "--dp 1, or no --depth-by-batch"
