@@ -47,12 +47,6 @@ def test_gguf_repo_is_launched_without_a_download(hub: Hub, capsys: Capture, for
     assert "GGUF file, which vLLM cannot draft with" in launched(capsys, "vllm", REPO, code=2)
 
 
-def test_split_gguf_on_this_machine_has_the_heads_of_all_parts(tmp_path: Path, capsys: Capture) -> None:
-    write_gguf(tmp_path, "m.gguf", split_max_tensors=1)
-    printed = launched(capsys, "llamacpp", str(tmp_path / "m-00001-of-00002.gguf"))
-    assert "MTP modules: 1" in printed and "--spec-type draft-mtp" in printed
-
-
 def test_repo_that_lost_its_head_is_launched_without_drafts(hub: Hub, capsys: Capture) -> None:
     config, arrays = family_of("mimo").tiny()
     layers = int(config["num_hidden_layers"])
