@@ -30,8 +30,10 @@ from headstart.tools.export.source import ExportSource, add_text_side
 from headstart.train.objective import unroll
 
 
-def trunk_and_head(tmp_path: Path, hidden_first: bool) -> tuple[Path, Path]:
+def trunk_and_head(tmp_path: Path, hidden_first: bool, **keys: object) -> tuple[Path, Path]:
+    """A tiny Llama with these keys in config.json, and an MTP head."""
     config, arrays = support.family_of("llama").tiny(tie_word_embeddings=True)
+    config |= keys
     model = support.write_model(tmp_path / "model", config, arrays)
     sizes = support.family_of("llama").parse(config)
     spec = HeadSpec(layer=sizes.head_layer, hidden_first=hidden_first, tap="pre_norm")
@@ -69,6 +71,33 @@ def test_exported_mimo_directory_drafts_the_same_tokens(tmp_path: Path, hidden_f
     apart = LLM(str(out), EngineConfig(head=str(out), depth=3, **common))
     drafted = [[(each.token_ids, each.speculation) for each in one.generate(prompts, params)] for one in (llm, apart)]
     assert drafted[0] == drafted[1] and [tokens for tokens, _ in drafted[0]] == plain
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        {"rope_theta": None, "rope_parameters": {"rope_theta": 5e5, **LLAMA3}},
+        {"rope_theta": 5e5, "rope_scaling": LLAMA3},
+    ],
+)
+def test_exported_mimo_directory_has_the_rope_of_the_model(tmp_path: Path, keys: dict[str, Any]) -> None:
+    model, head = trunk_and_head(tmp_path, False, **keys)
+    assert run(ExportOptions(model=str(model), head=head, to="vllm-mimo", out=tmp_path / "mimo")).ok
+    llama, mimo = (json.loads((folder / "config.json").read_text()) for folder in (model, tmp_path / "mimo"))
+    layers = support.family_of("llama").parse(llama).layers, support.family_of("mimo").parse(mimo).layers
+    assert layers[0][0].mixer.rope == layers[1][0].mixer.rope
+
+
+def test_mimo_head_of_another_size_is_refused(tmp_path: Path) -> None:
+    model, _ = trunk_and_head(tmp_path, False)
+    _, head = trunk_and_head(tmp_path / "other", False, intermediate_size=40)
+    with pytest.raises(ModelError, match="the head's block differs from its layers"):
+        run(ExportOptions(model=str(model), head=head, to="vllm-mimo", out=tmp_path / "mimo"))
 
 
 def test_chat_templates_and_tokenizers_are_copied(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ twice. The directory brings the code that declares the type to transformers.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,11 +16,13 @@ from numpy.typing import NDArray
 
 from headstart.errors import ModelError
 from headstart.formats.safetensors import Planned, bfloat16
+from headstart.formats.sizes import text_config
 from headstart.heads.kind import plain_parts
 from headstart.kernels.ops import AttentionSpec, RawTensor
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.decoder import LayerConfig
 from headstart.layers.mlp import MLPConfig
+from headstart.layers.rope import rope_base, scaling_of
 from headstart.models.families import family_named
 from headstart.tools.export.plan import Plan, single_file
 from headstart.tools.export.source import ExportRequest, ExportSource, add_text_side
@@ -32,6 +35,7 @@ USE = (
 MODULE = "configuration_mimo"
 PREFIX = "model.mtp_layers.0"
 NAMES = family_named("mimo").names
+ROPE_KEYS = ("rope_theta", "rope_parameters", "rope_scaling", "original_max_position_embeddings")
 CONFIGURATION = '''"""Declares the model type for transformers: a Qwen2 configuration with MTP layers."""
 
 from transformers import Qwen2Config
@@ -47,12 +51,14 @@ class MiMoConfig(Qwen2Config):
 
 
 def check(source: ExportSource) -> None:
-    head, layers = source.head, source.sizes.layers
+    head, layers, own = source.head, source.sizes.layers, text_config(source.checkpoint.config)
+    if head.spec.kind != "mtp" or head.spec.layer is None:
+        hint = "--to vllm-eagle3 and vllm-dspark write other kinds of heads"
+        raise ModelError(f"the head {source.head_path} is of kind {head.spec.kind}, not mtp", hint)
     attentions = [each.mixer for each in layers if isinstance(each.mixer, AttentionConfig)]
     turned = [each.rope and each.rope.rotary_dim == each.spec.head_dim for each in attentions]
     mlps = [each.mlp for each in layers if isinstance(each.mlp, MLPConfig)]
     wrong = [
-        (head.spec.kind != "mtp", f"the head is of kind {head.spec.kind}"),
         (head.spec.num_modules != 1, f"the head has {head.spec.num_modules} modules"),
         (head.spec.tap != "pre_norm", "the head reads the trunk's state after its final norm"),
         (head.spec.recycle != "post_norm", "the head recycles a vector before its own norm"),
@@ -64,6 +70,8 @@ def check(source: ExportSource) -> None:
         (len(attentions) < len(layers), "there are layers with latent or linear attention"),
         (not all(turned), "a part of each head is not rotated"),
         (len(set(layers)) > 1 or not _is_qwen2s(layers[0]), "its layers are not all as Qwen2's"),
+        (not _is_alike(head.spec.layer, layers[0]), "the head's block differs from its layers"),
+        (scaling_of(own)["rope_type"] == "rope_freqs", "its RoPE is scaled by a GGUF file's factors"),
     ]
     for holds, what in wrong:
         if holds:
@@ -78,6 +86,15 @@ def _is_qwen2s(layer: LayerConfig) -> bool:
     spec = AttentionSpec(mixer.spec.num_heads, mixer.spec.num_kv_heads, mixer.spec.head_dim, mixer.spec.head_dim**-0.5)
     plain = AttentionConfig(spec=spec, rope=mixer.rope, qkv_bias=mixer.qkv_bias)
     return layer == LayerConfig(mixer=plain, mlp=MLPConfig(inner=mlp.inner), eps=layer.eps)
+
+
+def _is_alike(head: LayerConfig, layer: LayerConfig) -> bool:
+    """Returns whether the keys of config.json that describe a layer describe the head's block, too."""
+    own, theirs = plain_parts(head)[0], plain_parts(layer)[0]
+    same = replace(head, mixer=replace(own, qkv_bias=theirs.qkv_bias, rope=theirs.rope)) == layer
+    if not (same and own.rope and theirs.rope):
+        return False
+    return np.allclose(own.rope.inv_freq, theirs.rope.inv_freq, rtol=1e-6, atol=0)  # other versions round differently
 
 
 def _layer(source: ExportSource) -> tuple[AttentionConfig, MLPConfig]:
@@ -135,14 +152,16 @@ def _swap_halves(values: NDArray[np.float32]) -> NDArray[np.float32]:
 def config(source: ExportSource) -> dict[str, Any]:
     sizes, (mixer, mlp) = source.sizes, _layer(source)
     spec = mixer.spec
-    own = source.checkpoint.config
+    own = text_config(source.checkpoint.config)
+    assert mixer.rope
+    rope = {key: own[key] for key in ROPE_KEYS if own.get(key) is not None}
     return {
         "architectures": ["MiMoForCausalLM"], "model_type": "mimo", "auto_map": {"AutoConfig": f"{MODULE}.MiMoConfig"},
         "num_nextn_predict_layers": 1, "vocab_size": sizes.vocab_size, "hidden_size": sizes.hidden_size,
         "intermediate_size": mlp.inner, "num_hidden_layers": sizes.num_layers, "num_attention_heads": spec.num_heads,
         "num_key_value_heads": spec.num_kv_heads, "head_dim": spec.head_dim, "hidden_act": "silu",
         "attention_bias": True, "tie_word_embeddings": False, "rms_norm_eps": sizes.eps,
-        "rope_theta": own.get("rope_theta", 10000.0), "max_position_embeddings": sizes.max_length,
+        **(rope or {"rope_theta": round(rope_base(mixer.rope), 6)}), "max_position_embeddings": sizes.max_length,
         "layer_types": ["full_attention"] * sizes.num_layers, "use_sliding_window": False,
         "bos_token_id": own.get("bos_token_id"), "eos_token_id": own.get("eos_token_id"), "dtype": "bfloat16",
     }  # fmt: skip
