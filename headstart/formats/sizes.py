@@ -72,6 +72,13 @@ def as_size(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < MAX_SIZE else None
 
 
+def has_scaled_rope(config: Mapping[str, Any]) -> bool:
+    """Whether `rope_parameters` (transformers 5) or `rope_scaling` (older files) name a kind of scaling."""
+    rope = config.get("rope_scaling") or config.get("rope_parameters")
+    kind = (rope.get("rope_type") or rope.get("type")) if isinstance(rope, Mapping) else None
+    return kind not in (None, "default", "mrope")
+
+
 class Unknown(str):
     """A size that the config does not give. It fits any number, but the same one wherever it occurs in a module.
     Arithmetic with it gives another Unknown, whose text is the formula."""

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from headstart.formats.adapter import CONFIG as ADAPTER_CONFIG, beside_model
 from headstart.formats.base import Checkpoint, Tensor
 from headstart.formats.quantization import WeightHeader, settings_of
-from headstart.formats.sizes import NESTED, lookup, text_config
+from headstart.formats.sizes import NESTED, has_scaled_rope, lookup, text_config
 from headstart.formats.tensor_parts import MTP, part_of
 from headstart.models.native_heads import NativeHeads
 
@@ -188,7 +188,7 @@ def _rope(subject: Subject) -> Iterator[Finding]:
                 yield warning("rope", text)
             elif config.get(key) is not None and inner.get(key) is None and key == "rope_scaling":
                 yield warning("rope", f"{key} stands at top level only: engines read it from {name}")
-    if family and subject.heads.names and family.rope == "sliding" and text_config(config).get("rope_scaling"):
+    if family and subject.heads.names and family.rope == "sliding" and has_scaled_rope(text_config(config)):
         yield warning("rope", "rope_scaling does not reach the head: it uses the sliding layers' rope")
     if family and subject.heads.names and family.rope == "none":
         yield note("rope", "the head has no positions (NoPE)")

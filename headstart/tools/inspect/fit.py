@@ -7,7 +7,7 @@ from typing import Any
 
 from headstart.errors import ModelError
 from headstart.formats.base import Checkpoint
-from headstart.formats.sizes import Sizes, as_size, lookup, text_config
+from headstart.formats.sizes import Sizes, as_size, has_scaled_rope, lookup, text_config
 from headstart.heads.draft_model import MASK_KEYS
 from headstart.models.families import find_mtp_family
 from headstart.models.head_state import shape_text
@@ -84,7 +84,7 @@ def drafter_findings(config: Mapping[str, Any], target: Checkpoint | None) -> It
     if target is None:
         return
     own, other = text_config(config), text_config(target.config)
-    if other.get("rope_scaling") and not own.get("rope_scaling") and not own.get("rope_parameters"):
+    if has_scaled_rope(other) and not has_scaled_rope(own):
         yield warning("rope", "the target's rope_scaling does not reach the drafter: long contexts draft badly")
     length, wanted = as_size(own.get("max_position_embeddings")), as_size(other.get("max_position_embeddings"))
     if length and wanted and length < wanted:

@@ -193,6 +193,13 @@ def test_printed_command_quotes_the_trunk_file_name(trunk_gguf: Path, eagle3: Pa
     assert words[words.index("-md") + 1] == str(tmp_path / "out" / "eagle3-my {7} b.gguf")
 
 
+def test_eagle3_head_with_scaled_rope_is_refused_for_gguf(trunk_gguf: Path, eagle3: Path, tmp_path: Path) -> None:
+    document = json.loads((eagle3 / "config.json").read_text())
+    (eagle3 / "config.json").write_text(json.dumps({**document, "rope_scaling": {"type": "linear", "factor": 2.0}}))
+    with pytest.raises(ModelError, match="RoPE is scaled"):
+        run(ExportOptions(model=str(trunk_gguf), head=eagle3, to="gguf", out=tmp_path / "out"))
+
+
 def test_eagle3_head_is_exported_to_gguf(trunk_gguf: Path, eagle3: Path, tmp_path: Path) -> None:
     run(ExportOptions(model=str(trunk_gguf), head=eagle3, to="gguf", out=tmp_path / "out"))
     reader = GGUFReader(tmp_path / "out" / "eagle3-trunk.gguf")

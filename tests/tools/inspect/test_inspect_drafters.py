@@ -141,7 +141,14 @@ def test_verdicts_of_damaged_drafters(tmp_path: Path) -> None:
         assert inspect.run(InspectOptions(model=str(folder))).data["heads"]["verdict"] == verdict
 
 
-def test_unscaled_rope_of_a_drafter_is_reported(tmp_path: Path) -> None:
-    scaled = target(tmp_path / "t", rope_scaling={"type": "yarn", "factor": 4}, max_position_embeddings=4096)
-    data = inspect.run(InspectOptions(model=str(write_drafter(tmp_path / "d", "eagle3")), target=scaled)).data
+@pytest.mark.parametrize(
+    ("rope", "own"),
+    [
+        ({"rope_scaling": {"type": "yarn", "factor": 4}}, {}),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 4}}, {"rope_parameters": {"rope_type": "default"}}),
+    ],
+)
+def test_unscaled_rope_of_a_drafter_is_reported(tmp_path: Path, rope: dict[str, Any], own: dict[str, Any]) -> None:
+    scaled = target(tmp_path / "t", **rope, max_position_embeddings=4096)
+    data = inspect.run(InspectOptions(model=str(write_drafter(tmp_path / "d", "eagle3", **own)), target=scaled)).data
     assert [finding["topic"] for finding in data["findings"]] == ["rope", "rope"]

@@ -25,7 +25,7 @@ from headstart.formats.safetensors import bfloat16
 from headstart.formats.sizes import text_config
 from headstart.heads.kind import plain_parts
 from headstart.kernels.ops import RawTensor
-from headstart.layers.rope import rope_base
+from headstart.layers.rope import rope_base, unscaled_base
 from headstart.models.classify import mtp_modules
 from headstart.models.families import find_mtp_family, mtp_families
 from headstart.tools.draft_depth import P_MIN
@@ -219,6 +219,9 @@ def _eagle3(source: ExportSource) -> Plan:
         raise ModelError(what, "--to vllm-eagle3 writes this head for vLLM and SGLang")
     if head.spec.recycle == "post_norm":
         raise ModelError("the head's next step reads what its LM head reads (norm_output), which llama.cpp's does not")
+    rope = plain_parts(head.spec.layer)[0].rope
+    if rope is None or unscaled_base(rope, rope.rotary_dim) is None:
+        raise ModelError("the head's RoPE is scaled, which is not written to GGUF files", "use another --to")
     made = f"eagle3-{trunk.path.name}"
     plan = Plan(use=_use(made, "eagle3"), data={"architecture": "eagle3", "tensors": len(source.head_tensors)})
     plan.other_bytes = sum(4 * math.prod(tensor.shape) for tensor in source.head_tensors.values())
