@@ -247,7 +247,7 @@ def write_head(
 
 def write_published(path: Path, head: HeadCheckpoint, arrays: Mapping[str, Any]) -> None:
     """Writes an EAGLE-3 head's directory in the published layout."""
-    document, named = eagle3.published(head, arrays)
+    document, named = eagle3.published(head, arrays, 8192)
     path.mkdir(parents=True)
     save(path / "model.safetensors", named)
     (path / "config.json").write_text(json.dumps(document), "utf-8")

@@ -252,8 +252,9 @@ def theirs(name: str) -> str:
     return re.sub(r"^fuse\.", "fc.", re.sub(r"^block\.", "midlayer.", name))
 
 
-def published(head: HeadCheckpoint, arrays: Arrays) -> tuple[dict[str, Any], dict[str, Any]]:
-    """config.json and arrays by published names. arrays: by canonical names, an LM head among them."""
+def published(head: HeadCheckpoint, arrays: Arrays, max_length: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """config.json and arrays by published names. arrays: by canonical names, an LM head among them. max_length: the
+    trunk's context in positions."""
     named = {theirs(name): array for name, array in arrays.items()}
     if EACH in named:
         named |= _parts(named.pop(EACH), head.hidden_size)
@@ -263,7 +264,8 @@ def published(head: HeadCheckpoint, arrays: Arrays) -> tuple[dict[str, Any], dic
     named |= vocabulary_maps(ids, head.vocab_size)
     norms = {key: True for name, key in NORM_KEYS.items() if name in arrays}
     masked = {"ptd_token_id": block.mask_token_id} if block else {}
-    return _document(head, head.vocab_size if ids is None else len(ids)) | norms | masked, named
+    document = _document(head, head.vocab_size if ids is None else len(ids))
+    return {**document, "max_position_embeddings": max_length, **norms, **masked}, named
 
 
 def _parts(norms: Any, hidden: int) -> dict[str, Any]:
@@ -279,7 +281,6 @@ def _document(head: HeadCheckpoint, num_draft: int) -> dict[str, Any]:
         "architectures": [ARCHITECTURE],
         "model_type": "qwen3" if attention.qk_norm else "llama",
         **transformer_keys(head, head.spec.num_layers, "train a head of a trunk without RoPE scaling"),
-        "max_position_embeddings": 8192,
         "draft_vocab_size": num_draft,
         "target_hidden_size": head.hidden_size,
         "mlp_bias": False,

@@ -151,6 +151,18 @@ def test_eagle3_head_is_exported_to_speculators(trunk_gguf: Path, eagle3: Path, 
     assert (layer["hidden_size"], layer["model_type"]) == (48, "llama")
 
 
+@pytest.mark.parametrize("to", ["vllm-eagle3", "speculators"])
+def test_eagle3_head_is_exported_with_the_context_length_of_its_trunk(
+    to: str, trunk_gguf: Path, eagle3: Path, tmp_path: Path
+) -> None:
+    """vLLM drafts within max_position_embeddings of the drafter alone."""
+    head = read_head(eagle3)
+    write_head(tmp_path / "own", head, {name: each.float32() for name, each in head.tensors.items()})
+    run(ExportOptions(model=str(trunk_gguf), head=tmp_path / "own", to=to, out=tmp_path / "out"))
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written.get("transformer_layer_config", written)["max_position_embeddings"] == 512
+
+
 def test_eagle_3_1_norms_are_exported(trunk_gguf: Path, eagle3: Path, tmp_path: Path) -> None:
     """Also from a nested config without taps and draft vocabulary size."""
     torch, files = pytest.importorskip("torch"), pytest.importorskip("safetensors.torch")

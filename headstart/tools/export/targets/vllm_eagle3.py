@@ -32,7 +32,7 @@ def published_files(source: ExportSource) -> tuple[Mapping[str, Any], list[Plann
     of layers: vLLM reads the one in `eagle_config` with other numbers than SpecForge (see heads/eagle3.py)."""
     document = read_object(source.head_path / "config.json")
     if MARK in document:
-        document, named = published(source.head, source.head_tensors)
+        document, named = published(source.head, source.head_tensors, source.sizes.max_length)
         return document, planned_tensors(named)
     if taps := tapped_layers(source.head.spec.tap):
         document = {**document, TAPS: list(taps)}
