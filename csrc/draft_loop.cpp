@@ -105,6 +105,7 @@ class DraftLoop {
         if (token_ids_ && token_ids_->size() > 0)
             require(token_ids_->data()[0] >= 0 && token_ids_->data()[token_ids_->size() - 1] < vocab_size,
                     "token_ids must ascend, and be below vocab_size");
+        if (token_ids_) groups_ = BlockGroups::of(token_ids_->data(), (int64_t)token_ids_->size());
     }
 
     // Returns (tokens, scores, leaves) of each sequence of the plan.
@@ -260,7 +261,7 @@ class DraftLoop {
     static double sigmoid(float logit) { return 1 / (1 + std::exp(-std::max((double)logit, -kMaxLogit))); }
 
     Vocabulary vocabulary_of(const Result& logits) const {
-        if (token_ids_) return {token_ids_->data(), (int64_t)token_ids_->size()};
+        if (token_ids_) return {token_ids_->data(), (int64_t)token_ids_->size(), groups_.data()};
         return {nullptr, std::min(logits.width, vocab_size_)};
     }
 
@@ -380,6 +381,7 @@ class DraftLoop {
     bool is_block_;
     int64_t vocab_size_;
     std::optional<Column<int64_t>> token_ids_;
+    std::vector<BlockGroups> groups_;
     std::vector<int32_t> tokens_, positions_, slots_, numbers_, tables_, rope_positions_;
     std::vector<float> copied_;
     int64_t copied_width_ = 0;

@@ -220,40 +220,13 @@ uint32_t largest_word(double score, double bound) {
     return uint32_t(reach * 1.001f) + 1;
 }
 
-// Philox counters of a block's tokens: groups[i] + offset; adjacent tokens with the same counter share it.
-struct BlockGroups {
-    alignas(64) uint64_t groups[kBlock] = {};
-    int32_t place[kBlock]; // index of each token's word
-    int count = kGroups;
-    uint64_t offset = 0;
-
-    BlockGroups() { // of consecutive token ids
-        for (int i = 0; i < kGroups; ++i) groups[i] = uint64_t(i);
-        for (int i = 0; i < kBlock; ++i) place[i] = word_place(i / 4, i % 4);
-    }
-    template <class Real> void find(const View<Real>& view, const int64_t* token_ids, int64_t start, int size) {
-        if (!view.columns && !token_ids) {
-            offset = uint64_t(start) / 4;
-            return;
-        }
-        count = 0;
-        for (int i = 0; i < size; ++i) {
-            const int64_t column = view.column(start + i), id = token_ids ? token_ids[column] : column;
-            const uint64_t group = uint64_t(id) / 4;
-            count += count == 0 || groups[count - 1] != group;
-            groups[count - 1] = group;
-            place[i] = word_place(count - 1, int(id % 4));
-        }
-    }
-};
-
 // Index of the maximum of score + Gumbel noise. Noise is bounded, so blocks far below the best sum so far are skipped.
 template <class Real>
-int64_t draw_gumbel(const View<Real>& view, int64_t top, const NoiseKey& key, const int64_t* token_ids) {
-    const int64_t top_column = view.column(top), top_id = token_ids ? token_ids[top_column] : top_column;
-    double bound = view.score(top) + gumbel(noise_word(key, top_id));
+int64_t draw_gumbel(const View<Real>& view, int64_t top, const NoiseKey& key, const Vocabulary& vocabulary) {
+    double bound = view.score(top) + gumbel(noise_word(key, vocabulary.token_id(view.column(top))));
     int64_t winner = top;
-    BlockGroups groups;
+    BlockGroups found;
+    const BlockGroups* known = view.columns ? nullptr : vocabulary.groups;
     alignas(64) uint32_t words[4 * kBlock];
     for (int64_t block = 0; block < view.num_blocks(); ++block) {
         const double best = double(view.maxima[block]) / view.divisor;
@@ -261,7 +234,8 @@ int64_t draw_gumbel(const View<Real>& view, int64_t top, const NoiseKey& key, co
         const int64_t start = block * kBlock;
         const int size = view.block_size(block);
         const uint32_t limit = largest_word(best, bound);
-        groups.find(view, token_ids, start, size);
+        if (!known) found.find(view.columns, vocabulary.token_ids, start, size);
+        const BlockGroups& groups = known ? known[block] : found;
         if (!view.loops->words(key, groups.groups, groups.count, groups.offset, limit, words)) continue;
         for (int i = 0; i < size; ++i) {
             const uint32_t word = words[groups.place[i]];
@@ -275,7 +249,8 @@ int64_t draw_gumbel(const View<Real>& view, int64_t top, const NoiseKey& key, co
     return winner;
 }
 
-template <class Real> void write_probs(const View<Real>& view, double best, const int64_t* token_ids, double* probs) {
+template <class Real>
+void write_probs(const View<Real>& view, double best, const Vocabulary& vocabulary, double* probs) {
     float below[kBlock], weight[kBlock];
     int64_t mass = 0;
     for (int64_t block = 0; block < view.num_blocks(); ++block) {
@@ -287,25 +262,50 @@ template <class Real> void write_probs(const View<Real>& view, double best, cons
         find_below(view, block, best, below);
         const int size = view.block_size(block);
         view.loops->exp(below, size, weight);
-        for (int i = 0; i < size; ++i) {
-            const int64_t column = view.column(block * kBlock + i);
-            probs[token_ids ? token_ids[column] : column] = double(weight[i]) / total;
-        }
+        for (int i = 0; i < size; ++i)
+            probs[vocabulary.token_id(view.column(block * kBlock + i))] = double(weight[i]) / total;
     }
 }
 
 template <class Real>
-int64_t draw_view(const View<Real>& view, int64_t top, double best, const Draw& draw, const int64_t* token_ids,
+int64_t draw_view(const View<Real>& view, int64_t top, double best, const Draw& draw, const Vocabulary& vocabulary,
                   double* probs) {
-    if (probs) write_probs(view, best, token_ids, probs);
-    return view.column(draw_gumbel(view, top, draw.key, token_ids));
+    if (probs) write_probs(view, best, vocabulary, probs);
+    return view.column(draw_gumbel(view, top, draw.key, vocabulary));
 }
 
 } // namespace
 
+BlockGroups::BlockGroups() {
+    for (int i = 0; i < kGroups; ++i) groups[i] = uint64_t(i);
+    for (int i = 0; i < kBlock; ++i) place[i] = word_place(i / 4, i % 4);
+}
+
+void BlockGroups::find(const int32_t* columns, const int64_t* token_ids, int64_t start, int size) {
+    if (!columns && !token_ids) {
+        offset = uint64_t(start) / 4;
+        return;
+    }
+    count = 0;
+    for (int i = 0; i < size; ++i) {
+        const int64_t column = columns ? columns[start + i] : start + i, id = token_ids ? token_ids[column] : column;
+        const uint64_t group = uint64_t(id) / 4;
+        count += count == 0 || groups[count - 1] != group;
+        groups[count - 1] = group;
+        place[i] = word_place(count - 1, int(id % 4));
+    }
+}
+
+std::vector<BlockGroups> BlockGroups::of(const int64_t* token_ids, int64_t n) {
+    std::vector<BlockGroups> found((n + kBlock - 1) / kBlock);
+    for (int64_t start = 0; start < n; start += kBlock)
+        found[start / kBlock].find(nullptr, token_ids, start, int(std::min<int64_t>(kBlock, n - start)));
+    return found;
+}
+
 template <class Real>
-int64_t draw_row(const Real* x, int64_t n, const Draw& draw, const int64_t* token_ids, double* probs,
-                 Scratch& scratch) {
+int64_t draw_row(const Real* x, const Vocabulary& vocabulary, const Draw& draw, double* probs, Scratch& scratch) {
+    const int64_t n = vocabulary.width;
     if (n == 0) return kNothingLeft;
     Real* maxima = resized(maxima_of(scratch, Real()), n / kBlock + 1);
     if (find_maxima(*scratch.loops, x, n, maxima)) return kNotFinite;
@@ -315,17 +315,17 @@ int64_t draw_row(const Real* x, int64_t n, const Draw& draw, const int64_t* toke
     if (x[top] == -kInfinity) return kNothingLeft;
     if (!std::isfinite(x[top])) return kNotFinite;
     if (greedy) {
-        if (probs) probs[token_ids ? token_ids[top] : top] = 1.0;
+        if (probs) probs[vocabulary.token_id(top)] = 1.0;
         return top;
     }
     const double best = all.score(top);
-    if (!apply_filters(all, best, draw, scratch)) return draw_view(all, top, best, draw, token_ids, probs);
+    if (!apply_filters(all, best, draw, scratch)) return draw_view(all, top, best, draw, vocabulary, probs);
     const View<double> kept = view_of(scratch.candidates, scratch);
-    return draw_view(kept, first_best(kept), best, draw, token_ids, probs);
+    return draw_view(kept, first_best(kept), best, draw, vocabulary, probs);
 }
 
-template int64_t draw_row(const float*, int64_t, const Draw&, const int64_t*, double*, Scratch&);
-template int64_t draw_row(const double*, int64_t, const Draw&, const int64_t*, double*, Scratch&);
+template int64_t draw_row(const float*, const Vocabulary&, const Draw&, double*, Scratch&);
+template int64_t draw_row(const double*, const Vocabulary&, const Draw&, double*, Scratch&);
 
 int64_t logprob_row(const float* x, int64_t n, int64_t column, int64_t num_top, float* value, int64_t* top_columns,
                     float* top_values, Scratch& scratch) {

@@ -53,11 +53,11 @@ int64_t DrawRows::draw(const float* x, int64_t row, const Vocabulary& vocabulary
     if (is_edited(row)) {
         if (int64_t(scratch.edited.size()) < vocabulary.width) scratch.edited.resize(vocabulary.width);
         edit(x, row, vocabulary, drafted, num_drafted, scratch.edited.data());
-        drawn = draw_row<double>(scratch.edited.data(), vocabulary.width, draw, vocabulary.token_ids, probs, scratch);
+        drawn = draw_row<double>(scratch.edited.data(), vocabulary, draw, probs, scratch);
     } else {
-        drawn = draw_row<float>(x, vocabulary.width, draw, vocabulary.token_ids, probs, scratch);
+        drawn = draw_row<float>(x, vocabulary, draw, probs, scratch);
     }
-    return drawn < 0 || !vocabulary.token_ids ? drawn : vocabulary.token_ids[drawn];
+    return drawn < 0 ? drawn : vocabulary.token_id(drawn);
 }
 
 // Applies mask, bias, then penalties, in float64.
@@ -68,7 +68,7 @@ void DrawRows::edit(const float* x, int64_t row, const Vocabulary& vocabulary, c
     if (allowed_) {
         const uint32_t* bits = allowed_->data() + row * allowed_->shape(1);
         for (int64_t i = 0; i < width; ++i) {
-            const int64_t id = vocabulary.token_ids ? vocabulary.token_ids[i] : i;
+            const int64_t id = vocabulary.token_id(i);
             if (!(bits[id / 32] >> (id % 32) & 1)) scores[i] = -std::numeric_limits<double>::infinity();
         }
     }

@@ -27,18 +27,6 @@ template <class Value> struct Edits {
     int32_t end(int64_t row) const { return indptr.data()[row + 1]; }
 };
 
-// Width of a row of logits, and the token ids of its columns.
-struct Vocabulary {
-    const int64_t* token_ids; // [width] ascending; nullptr: column i is token i
-    int64_t width;
-
-    int64_t column(int64_t id) const { // -1: not in this vocabulary
-        if (!token_ids) return id >= 0 && id < width ? id : -1;
-        const int64_t* found = std::lower_bound(token_ids, token_ids + width, id);
-        return found < token_ids + width && *found == id ? found - token_ids : -1;
-    }
-};
-
 class DrawRows {
   public:
     DrawRows(nb::handle rows, size_t count, int64_t vocab_size); // throws nb::value_error
