@@ -73,10 +73,11 @@ def run(flags: BenchFlags, engine: BenchEngineOptions, output: OutputOptions) ->
 def _compare(paths: tuple[Path, Path], output: OutputOptions) -> int:
     from headstart.tools.bench.summary import COLUMNS, compare_documents, comparison_rows
 
-    def table(data: dict[str, Any]) -> None:
-        print_table(COLUMNS, comparison_rows(data))
-
-    return output.run("comparing", lambda progress: compare_documents(*paths), table)
+    return output.run(
+        "comparing",
+        lambda progress: compare_documents(*paths),
+        lambda data: print_table(COLUMNS, comparison_rows(data)),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -185,16 +185,10 @@ def probe(server: ProbedServer, flags: ProbeFlags, limits: ExactFlags, output: O
         from headstart.tools.probe import exact
 
         exact_options = exact.ExactOptions(**vars(server), **limits.chosen())
-        return output.run("probing", partial(exact.run, exact_options), _print_conditions)
+        return output.run("probing", partial(exact.run, exact_options), lambda data: print_table(*exact.table(data)))
     for name in limits.chosen():
         raise UsageError(f"{flag_of(name)} is for --exact", "give both, or " + LEAVE_OUT)
     from headstart.tools.probe import run as probe_run
 
     options = probe_run.ProbeOptions(**vars(server), use_metrics=not flags.no_metrics)
     return output.run("probing", partial(probe_run.run, options))
-
-
-def _print_conditions(data: dict[str, Any]) -> None:
-    from headstart.tools.probe.exact import table
-
-    print_table(*table(data))

@@ -228,11 +228,11 @@ def _fit(target: Checkpoint | None, checks: list[FitCheck] | None) -> dict[str, 
 
 def describe_head(path: Path, model: Checkpoint) -> dict[str, Any]:
     """Describes a separate head and whether it fits the model. Raises UsageError for a directory without a head."""
-    from headstart.heads.files import is_head, read_head  # it needs more than headers do
+    from headstart.heads.files import read_head, read_if_head  # it needs more than headers do
 
-    if path.is_dir() and not is_head(path):
+    head = read_if_head(path) if path.is_dir() else read_head(path)
+    if head is None:
         raise UsageError(f"--head {path} is not a head directory", f"look at it with `headstart inspect {path}`")
-    head = read_head(path)
     checkpoint = _pickled(path) or find_checkpoint(path)
     published = classify(checkpoint.config, checkpoint.tensors).format
     assert published is not None  # it is a head
