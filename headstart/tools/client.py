@@ -21,7 +21,7 @@ from headstart.tools import engine_metrics
 SILENCE_S = 600.0  # a server that sends nothing for this time counts as dead
 EVENT = b"data:"
 REDIRECTS = (301, 302, 307, 308)
-MODELS = "/v1/models"
+MODELS, COMPLETIONS, CHAT = "/v1/models", "/v1/completions", "/v1/chat/completions"
 MAX_ERROR_CHARACTERS = 200
 
 

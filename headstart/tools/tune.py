@@ -19,7 +19,7 @@ from headstart.system import stop_process_group
 from headstart.tools import client
 from headstart.tools.bench import workloads
 from headstart.tools.bench.document import BenchCell, Interval
-from headstart.tools.bench.http import CHAT, HttpTarget
+from headstart.tools.bench.http import HttpTarget
 from headstart.tools.bench.inprocess import InProcessTarget
 from headstart.tools.bench.measure import OFF, SERVER, BenchTarget, RequestLoad, measure, warm_up
 from headstart.tools.bench.summary import speedup
@@ -274,7 +274,7 @@ class StartedServer(HttpTarget):
         with suppress(UsageError, OSError, ValueError):
             name = client.find_model(server, self._model)["id"]
             body = {"model": name, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
-            return asyncio.run(client.post(server, CHAT, body)).status == 200
+            return asyncio.run(client.post(server, client.CHAT, body)).status == 200
         return False
 
 

@@ -19,7 +19,7 @@ from headstart.tools.bench.measure import AUTO, OFF, SERVER, AnswerSample, Notif
 from headstart.tools.bench.workloads import Task
 from headstart.tools.engine_metrics import EngineCounters
 
-CHAT, TOKENIZE = "/v1/chat/completions", "/tokenize"
+TOKENIZE = "/tokenize"
 OWN = "headstart"  # `owned_by` of headstart's models; only these servers accept the request field `speculation`
 CHARACTERS_PER_TOKEN = 4  # rough value for English; used for servers without /tokenize
 FULL_COUNTERS = ("headstart", "vllm")  # engines whose metrics have all counts of a DraftCounts
@@ -148,7 +148,7 @@ class _HttpRun:
     async def _ask(self, task: Task, messages: list[dict[str, str]], due: float | None) -> tuple[AnswerSample, str]:
         late = 0.0 if due is None else max(0.0, time.perf_counter() - due)
         try:
-            answer = await client.post(self._server, CHAT, {**body_of(task, messages), **self._extra})
+            answer = await client.post(self._server, client.CHAT, {**body_of(task, messages), **self._extra})
         except OSError as error:
             self._lost = self._lost or f"{self._server}: {client.error_reason(error)}"
             return AnswerSample(error=self._lost), ""

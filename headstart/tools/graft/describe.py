@@ -5,7 +5,6 @@ and transformers read this (`quant_method: fp8` with `weight_block_size`); no en
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.errors import UsageError
-from headstart.formats.base import Checkpoint, Tensor, make_tensor
+from headstart.formats.base import Checkpoint, Tensor, e4m3_table
 from headstart.formats.json_object import read_object
 from headstart.formats.quantization import quantizations, settings_of
 from headstart.formats.safetensors import Planned
@@ -23,6 +22,7 @@ from headstart.tools.export.plan import as_json
 
 BLOCK = 128  # rows and columns of an FP8 block
 LARGEST = 448.0  # largest E4M3 value
+E4M3_VALUES = e4m3_table()[:127]  # finite and non-negative, ascending; the index is the code
 FP8_CONFIG = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 
 
@@ -75,16 +75,9 @@ def _codes(stored: Tensor) -> Iterator[NDArray[Any]]:
         yield nearest_e4m3(values / np.repeat(scale, BLOCK)[: values.shape[1]])
 
 
-@cache
-def _e4m3_values() -> NDArray[np.float32]:
-    """Returns the finite non-negative E4M3 values [127], ascending; the index is the code."""
-    return make_tensor("", (127,), "F8_E4M3", np.arange(127, dtype=np.uint8)).float32()
-
-
 def nearest_e4m3(values: NDArray[np.float32]) -> NDArray[np.uint8]:
     """Returns the codes of the nearest E4M3 values, ties to the even code; absolute values above 448 become 448."""
-    sizes = _e4m3_values()
-    middles = (sizes[1:] + sizes[:-1]) / 2
+    middles = (E4M3_VALUES[1:] + E4M3_VALUES[:-1]) / 2
     size = np.abs(values)
     below, above = np.searchsorted(middles, size, "left"), np.searchsorted(middles, size, "right")
     codes = np.where(below % 2, above, below).astype(np.uint8)  # they differ at a tie only

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from headstart.errors import UsageError
-from headstart.tools.client import Response, Server, error_message, error_reason, find_model, post, read_counters
+from headstart.tools import client
+from headstart.tools.client import CHAT, COMPLETIONS, Response, Server
 from headstart.tools.engine_metrics import EngineCounters
 from headstart.tools.probe.timing import Kind, StreamTrace
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 NEW_LENGTH = "max_completion_tokens"  # some servers require this instead of max_tokens, and name it in the error
 CONTINUE = "Go on with this text, and write nothing else:\n"
 STREAM_EXTRAS = {"ignore_eos": True, "seed": 1, "stream_options": {"include_usage": True}}
@@ -20,7 +20,7 @@ class EndpointRefused(Exception):
     """The server answered with an error status."""
 
     def __init__(self, status: int, body: str) -> None:
-        super().__init__(f"answers {status}: {error_message(body)}")
+        super().__init__(f"answers {status}: {client.error_message(body)}")
         self.status, self.body = status, body
 
 
@@ -40,7 +40,7 @@ class Endpoint:
     def __post_init__(self) -> None:
         self.extras = dict(self.optional)
         if self.model is None:
-            self.model = str(find_model(self.server, None)["id"])
+            self.model = str(client.find_model(self.server, None)["id"])
 
     @property
     def path(self) -> str:
@@ -53,9 +53,9 @@ class Endpoint:
 
     async def post(self, body: dict[str, Any]) -> Response:
         try:
-            answer = await post(self.server, self.path, body)
+            answer = await client.post(self.server, self.path, body)
         except (OSError, ValueError) as error:
-            raise EndpointLost(f"{self.server}{self.path}: {error_reason(error)}") from None
+            raise EndpointLost(f"{self.server}{self.path}: {client.error_reason(error)}") from None
         if answer.broken:
             raise EndpointLost(f"{self.server}{self.path} breaks off")
         if answer.status != 200:
@@ -89,7 +89,7 @@ class Endpoint:
         return True
 
     def metrics(self) -> EngineCounters | None:
-        return asyncio.run(read_counters(self.server))
+        return asyncio.run(client.read_counters(self.server))
 
     def stream(self, kind: Kind, prompt: str, max_tokens: int, temperature: float) -> StreamTrace:
         """Streams one answer and returns the arrival times of its pieces."""

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from headstart.formats.json_object import read_packaged
-from headstart.tools.client import Response, Server, read_counters
+from headstart.tools.client import CHAT, COMPLETIONS, Response, Server, read_counters
 from headstart.tools.engine_metrics import EngineCounters
-from headstart.tools.probe.endpoint import CHAT, COMPLETIONS, Endpoint, EndpointRefused
+from headstart.tools.probe.endpoint import Endpoint, EndpointRefused
 
 Form = Literal["short", "long", "schema", "tools"]
 Question = Literal["asked", "other"]
