@@ -15,7 +15,7 @@ from headstart.files import read_regular, write_atomic
 from headstart.params import SamplingParams
 from headstart.stats import synthetic_note
 from headstart.tools.bench import measure, workloads
-from headstart.tools.bench.document import BenchCell, BenchDocument, BenchRow, DraftCounts
+from headstart.tools.bench.document import KIND, BenchCell, BenchDocument, BenchRow, DraftCounts
 from headstart.tools.bench.summary import checks, rows_of, table_lines
 from headstart.tools.bench.workloads import Task, Workload
 from headstart.tools.options import CHUNKED, BenchFlags
@@ -30,7 +30,7 @@ LOADS: tuple[tuple[tuple[int, ...], int | None, int | None], ...] = (
 )  # fmt: skip
 """Default loads for ever slower models: requests at a time, requests of a run, maximum tokens of an answer. None: two
 requests for each client, at least MIN_REQUESTS; the workload's own maximum."""
-MARKS = (b"headstart-bench", b"<title>headstart bench:")  # identify a document and a report of ours
+MARKS = (KIND.encode(), b"<title>headstart bench:")  # identify a document and a report of ours
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,7 +295,7 @@ def _machine() -> Mapping[str, Any]:
 
 def _settings(options: BenchOptions, modes: tuple[str, ...], chosen: list[Workload]) -> dict[str, Any]:
     """Returns the options for the document, without the API key and without options that `source` contains."""
-    named = ("pairs", "requests", "input_tokens", "output_tokens", "temperatures", "preset", "scale", "price_per_hour")
+    named = ("pairs", "input_tokens", "output_tokens", "preset", "scale", "price_per_hour")
     engine = {name: getattr(options.config, name) for name, item in config_fields().items()}
     return {
         "workloads": [workload.name for workload in chosen], "loads": list(map(str, options.loads)),

@@ -11,14 +11,16 @@ from headstart.errors import HeadstartError, ModelError
 from headstart.formats.base import Checkpoint, Tensor, strip_wrapper
 from headstart.formats.quantization import WeightHeader
 from headstart.formats.sizes import SIZE_KEYS, Sizes, as_size, lookup
+from headstart.heads import eagle3
 from headstart.heads.base import MAX_MODULES
+from headstart.heads.layouts import reading
 from headstart.heads.published import OWN, DrafterFormat
 from headstart.models.expected import ModuleCheck, Slot, compare, require_alike, slots_of
 from headstart.models.families import find_mtp_family
 from headstart.models.head_state import HeadState, shape_text, some, tensors, unchecked
 from headstart.models.native_heads import check_separate_module
 
-MASK_KEYS = ("dflash_config.mask_token_id", "mask_token_id", "dspark_noise_token_id", "ptd_token_id")
+MASK_KEYS = ("dflash_config.mask_token_id", *dict.fromkeys((*reading.MASK_KEYS, *eagle3.MASK_KEYS)))
 """Config keys of a block drafter's mask token, which stands for a token to be drafted."""
 
 

@@ -141,7 +141,7 @@ class VerificationRun:
         self._plain: dict[tuple[float, int], list[DecodedPrompt]] = {}
         self._baselines = sorted({_key(cell) for cell in cells})
         self._headed: Mapping[str, Model] = {}  # drafter -> the model with another shipped head
-        self._done, self._total = 0, (len(cells) + len(self._baselines)) * len(self.prompts)
+        self._done = self._total = 0  # texts
 
     def run_cells(self, model: Model, threads: int) -> None:
         """Runs all cells of one thread count, on a model loaded for that count. The first call also runs plain
