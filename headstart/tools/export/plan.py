@@ -4,7 +4,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -87,15 +87,20 @@ def single_file(tensors: Sequence[Planned], config: dict[str, Any], use: str) ->
     return Plan({"model.safetensors": tensors}, {"format": "pt"}, texts, use=use, drafter=drafter)
 
 
-def check_target(out: Path, force: bool, sources: Sequence[Path] = ()) -> None:
+def check_sources(out: Path, sources: Iterable[Path | None]) -> None:
+    """Raises UsageError for a target that is a source or contains one."""
+    target = out.resolve()
+    for source in filter(None, sources):
+        if target == source.resolve() or target in source.resolve().parents:
+            raise UsageError(f"{out} holds the source {source}", "give --out another directory")
+
+
+def check_target(out: Path, force: bool) -> None:
     """Raises UsageError for a target that exists (without `force`), is not a directory or has the name of a file of
-    weights, contains a source, or must never be replaced, such as the home directory or a repository."""
+    weights, or must never be replaced, such as the home directory or a repository."""
     target = out.resolve()
     if out.suffix in (".gguf", ".safetensors"):
         raise UsageError(f"--out {out} names a file, but a directory is written", f"leave {out.suffix} out")
-    for source in sources:
-        if target == source.resolve() or target in source.resolve().parents:
-            raise UsageError(f"{out} holds the source {source}", "give --out another directory")
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise UsageError(f"{out} is not a directory", "give --out another name")
     if out.exists() and not force:

@@ -7,7 +7,7 @@ from headstart.core import Progress, Report, no_progress
 from headstart.errors import UsageError
 from headstart.tools.doctor import installed_gpus
 from headstart.tools.draft_depth import default_depth
-from headstart.tools.export.plan import check_target, write_plan
+from headstart.tools.export.plan import check_sources, check_target, write_plan
 from headstart.tools.export.source import Export, ExportRequest
 from headstart.tools.options import ExportOptions
 from headstart.wording import LEAVE_OUT
@@ -29,8 +29,7 @@ def run(options: ExportOptions, progress: Progress = no_progress) -> Report:
         raise UsageError(f"--model-type goes with --to {DEFAULT} only", LEAVE_OUT)
     request = ExportRequest(options.model, options.head, options.model_type, options.slice)
     check_target(options.out, options.force)
-    sources = [request.path, request.find_head()]
-    check_target(options.out, True, [each for each in sources if each])
+    check_sources(options.out, (request.path, request.find_head()))
     plan = export(request)
     size = write_plan(plan, options.out, progress)
     depth, _ = default_depth(plan.drafter, gpus=len(installed_gpus()))

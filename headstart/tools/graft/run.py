@@ -25,7 +25,7 @@ from headstart.models.mtp import declared
 from headstart.stats import DraftStats
 from headstart.tools.export.heads import can_be_quantized, head_keys, head_names, trunk_prefix, with_keys, without_head
 from headstart.tools.export.module import CODES, make_plain
-from headstart.tools.export.plan import Plan, Wrote, as_json, check_target, index_text, write_plan
+from headstart.tools.export.plan import Plan, Wrote, as_json, check_sources, check_target, index_text, write_plan
 from headstart.tools.export.source import inner_files, open_directory, other_weights, side_files
 from headstart.tools.graft.describe import check_method, describe, fp8_blocks, keys_for, modelopt_of, modelopt_text
 from headstart.tools.graft.fit import check_fit
@@ -52,7 +52,7 @@ def run(options: GraftOptions, progress: Progress = no_progress) -> Report:
     check_target(options.out, options.force)
     target = open_directory(options.model)
     base = open_directory(options.base) if options.base is not None else None
-    check_target(options.out, True, [each.path for each in (target, base) if each])
+    check_sources(options.out, [each.path for each in (target, base) if each])
     plan = _strip(target) if base is None else _graft(target, base, options.quantize_head)
     size = write_plan(plan, options.out, progress)
     data = {"out": str(options.out), "bytes": size, "notes": plan.notes, **plan.data}
