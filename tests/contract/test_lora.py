@@ -270,6 +270,8 @@ def test_gguf_adapter_equals_the_peft_adapter(tmp_path: Path) -> None:
         assert report.ok and report.data["fits"] and (report.data["format"], report.data["rank"]) == (kind, 4)
     other = inspect(InspectOptions(model=str(adapter), target=str(folder_of("qwen3"))))
     assert not other.ok and "does not fit" in other.lines[-1]
+    with pytest.raises(UsageError, match="--deep and --head are about heads"):
+        inspect(InspectOptions(model=str(adapter), deep=True))
 
 
 def test_unsupported_matrices_are_refused_by_name() -> None:

@@ -130,6 +130,10 @@ def test_adapter_beside_whole_weights_is_named(tmp_path: Path, caplog: pytest.Lo
     assert open_checkpoint(folder).tensors.keys() == before and not is_adapter(folder)
     finding = f"a LoRA adapter lies beside the weights of {folder}, and is not used"
     assert finding in str(inspect.run(InspectOptions(model=str(folder))).data["findings"])
+    shorter = write_model(tmp_path / "shorter", *family_of("llama").tiny(num_hidden_layers=1))
+    for target, fits in ((llama(tmp_path / "same"), True), (shorter, False)):
+        fit = inspect.run(InspectOptions(model=str(folder), target=str(target))).data["fit"]
+        assert fit["fits"] == fits and [check["what"] for check in fit["checks"]] == ["LoRA adapter beside the weights"]
     model_at(folder)
     assert finding in caplog.text
     caplog.clear()

@@ -6,7 +6,7 @@ from typing import Any
 
 from headstart.core import Report
 from headstart.errors import ModelError
-from headstart.formats.adapter import read_adapter
+from headstart.formats.adapter import AdapterFile, read_adapter
 from headstart.formats.base import Checkpoint
 from headstart.models.lora import fit_adapter
 from headstart.models.tensors import find_family, read_config
@@ -26,15 +26,22 @@ def inspect_adapter(path: Path, target: Checkpoint | None) -> Report:
         f"{path}: a LoRA adapter of rank {adapter.rank} with {count / 1e6:.3g} million weights{trained}",
         f"It adds to: {', '.join(f'{name} ({number})' for name, number in sorted(modules.items()))}.",
     ]
-    if target is not None:
-        try:
-            family = find_family(target)
-            fit_adapter(adapter, target, family, read_config(target, family))
-            data["fits"] = True
-            lines.append(f"It fits {target.path}: headstart serve {target.path} --lora NAME={path}")
-        except ModelError as error:
-            data |= {"fits": False, "why": error.message}
-            lines.append(f"It does not fit {target.path}: {error.message}")
-    else:
+    if target is None:
         lines.append(f"Serve it: headstart serve MODEL --lora NAME={path}")
+    elif why := misfit(adapter, target):
+        data |= {"fits": False, "why": why}
+        lines.append(f"It does not fit {target.path}: {why}")
+    else:
+        data["fits"] = True
+        lines.append(f"It fits {target.path}: headstart serve {target.path} --lora NAME={path}")
     return Report(ok=data["fits"] is not False, data=data, lines=lines)
+
+
+def misfit(adapter: AdapterFile, target: Checkpoint) -> str:
+    """Why an adapter does not fit a model; empty if it fits."""
+    try:
+        family = find_family(target)
+        fit_adapter(adapter, target, family, read_config(target, family))
+    except ModelError as error:
+        return error.message
+    return ""

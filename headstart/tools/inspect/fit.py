@@ -6,12 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 from headstart.errors import ModelError
+from headstart.formats.adapter import CONFIG as ADAPTER_CONFIG, read_adapter
 from headstart.formats.base import Checkpoint
 from headstart.formats.sizes import Sizes, as_size, has_scaled_rope, lookup, text_config
 from headstart.heads.draft_model import MASK_KEYS
 from headstart.models.families import find_mtp_family
 from headstart.models.head_state import shape_text
 from headstart.models.native_heads import NativeHeads, examine
+from headstart.tools.inspect.adapter import misfit
 from headstart.tools.inspect.drafters import DrafterReport, FitCheck
 from headstart.tools.inspect.findings import Finding, note, warning
 
@@ -55,8 +57,12 @@ def check_native(heads: NativeHeads, checkpoint: Checkpoint, target: Checkpoint)
 
 
 def check_whole(checkpoint: Checkpoint, target: Checkpoint) -> list[FitCheck]:
-    """Checks whether a model without heads can be the draft model: same vocabulary, and smaller."""
+    """Checks whether a model without heads can be the draft model: same vocabulary, and smaller. If it is not smaller,
+    checks an adapter beside its weights."""
     own, other = (sum(tensor.nbytes for tensor in each.tensors.values()) for each in (checkpoint, target))
+    if own >= other and (checkpoint.path / ADAPTER_CONFIG).exists():
+        why = misfit(read_adapter(checkpoint.path), target)
+        return [FitCheck("LoRA adapter beside the weights", checkpoint.name, why or target.name, not why)]
     if own >= other:
         return [FitCheck("MTP modules", 0, "one or more", False)]
     from headstart.engine.matching import match  # it needs more than headers do

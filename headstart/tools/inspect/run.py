@@ -60,6 +60,9 @@ def run(options: InspectOptions, progress: Progress = no_progress) -> Report:
     with _no_collection():
         target = find_checkpoint(options.target, progress) if options.target else None
         if is_adapter(path := user_path(name)):
+            if options.deep or options.head:
+                what = f"--deep and --head are about heads, and {path} is a LoRA adapter"
+                raise UsageError(what, f"headstart bench MODEL --lora NAME={path} measures acceptance with it")
             return inspect_adapter(path, target)
         checkpoint = _opened(name, progress)
         data = describe(checkpoint, target)
