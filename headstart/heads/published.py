@@ -82,12 +82,16 @@ class DrafterFormat:
         return None if rows is None else max(1, rows - anchored)
 
 
+IN_MODEL = "headstart reads this kind of head in its whole model only: give that model"
 MARK = "headstart_head"  # key of config.json of heads in headstart's own layout (heads/files.py)
 
 
-def no_model(path: Path) -> ModelError:
-    """The error for a head that is given as a model."""
-    return ModelError(f"{path} is a head, not a whole model", "give its model, with " + named("head", str(path)))
+def refuse_head(config: Document, path: Path) -> None:
+    """Raises ModelError if a config.json that should be a model's is that of a head."""
+    found = identify(config)
+    if found is not None:
+        hint = "give its model, with " + named("head", str(path)) if found.read or found is OWN else IN_MODEL
+        raise ModelError(f"{path} is a head, not a whole model", hint)
 
 
 OWN = DrafterFormat(key="headstart", title="headstart", method="headstart", requires=MARK, aux="input")

@@ -17,7 +17,7 @@ from headstart.formats.base import Checkpoint, make_tensor
 from headstart.formats.gguf_names import FOUND
 from headstart.formats.quantization import ACTIVATIONS, readable, readable_shapes
 from headstart.formats.rows import unpermute_rows
-from headstart.heads.published import MARK, no_model
+from headstart.heads.published import refuse_head
 from headstart.kernels.ops import Backend, RawTensor
 from headstart.kernels.streamed import StreamedBackend, lazy
 from headstart.layers.attention import AttentionConfig
@@ -232,10 +232,10 @@ def _same(one: RawTensor, other: RawTensor) -> bool:
 
 
 def find_family(checkpoint: Checkpoint) -> Family:
-    """The family of a checkpoint by its model_type. Raises ModelError for a missing or unknown model_type."""
+    """The family of a checkpoint by its model_type. Raises ModelError for a head, and for a missing or unknown
+    model_type."""
+    refuse_head(checkpoint.config, checkpoint.path)
     model_type = checkpoint.config.get("model_type")
-    if MARK in checkpoint.config:
-        raise no_model(checkpoint.path)
     if not isinstance(model_type, str):
         raise ModelError(f"{checkpoint.path}: config.json names no model_type", "download the model again")
     engine = "llamacpp" if checkpoint.format == "gguf" else "vllm"

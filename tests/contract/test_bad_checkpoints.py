@@ -83,6 +83,7 @@ CASES = {
     "a family that does not run": Bad("deepseek_v4", "latent attention with windows", {"model_type": "dots3_note"}),
     "a family with fused projections": Bad("qwen3", "mimo_v2 models need projections fused", {"model_type": "mimo_v2"}),
     "a head": Bad("qwen3", "is a head, not a whole model", {"headstart_head": 1}),
+    "a published head": Bad("llama", "is a head, not a whole model", {"architectures": ["LlamaForCausalLMEagle3"]}),
     "no family": Bad("qwen3", "names no model_type", {"model_type": None}),
     "a family nobody knows": Bad("qwen3", "did you mean qwen3", {"model_type": "qwen33"}),
     "AWQ": Bad(

@@ -15,7 +15,7 @@ from headstart.formats.json_object import read_object
 from headstart.formats.safetensors import whole_directory
 from headstart.heads.files import read_head
 from headstart.heads.kind import HeadCheckpoint
-from headstart.heads.published import MARK, no_model
+from headstart.heads.published import refuse_head
 from headstart.kernels.ops import RawTensor
 from headstart.layers.build import DecoderConfig
 from headstart.models.shipped_heads import choose_head, shipped_heads_at
@@ -34,8 +34,7 @@ def open_directory(name: str | None) -> Checkpoint:
     if not (path / "config.json").exists():
         raise no_checkpoint(path)
     config = read_object(path / "config.json")
-    if MARK in config:
-        raise no_model(path)
+    refuse_head(config, path)
     return Checkpoint(path, "safetensors", config, whole_directory(path), canonical_names=False, name=name or "")
 
 

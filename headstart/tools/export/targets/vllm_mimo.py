@@ -51,7 +51,7 @@ class MiMoConfig(Qwen2Config):
 
 
 def check(source: ExportSource) -> None:
-    head, layers, own = source.head, source.sizes.layers, text_config(source.checkpoint.config)
+    head, layers = source.head, source.sizes.layers
     if head.spec.kind != "mtp" or head.spec.layer is None:
         hint = "--to vllm-eagle3 and vllm-dspark write other kinds of heads"
         raise ModelError(f"the head {source.head_path} is of kind {head.spec.kind}, not mtp", hint)
@@ -70,12 +70,16 @@ def check(source: ExportSource) -> None:
         (len(attentions) < len(layers), "there are layers with latent or linear attention"),
         (not all(turned), "a part of each head is not rotated"),
         (len(set(layers)) > 1 or not _is_qwen2s(layers[0]), "its layers are not all as Qwen2's"),
-        (not _is_alike(head.spec.layer, layers[0]), "the head's block differs from its layers"),
-        (scaling_of(own)["rope_type"] == "rope_freqs", "its RoPE is scaled by a GGUF file's factors"),
     ]
     for holds, what in wrong:
         if holds:
-            raise ModelError(f"{source.name} cannot be written as MiMo: {what}", "choose another layout with --to")
+            raise _refusal(source, what)
+    if not _is_alike(head.spec.layer, layers[0]):
+        raise _refusal(source, "the head's block differs from its layers")
+
+
+def _refusal(source: ExportSource, what: str) -> ModelError:
+    return ModelError(f"{source.name} cannot be written as MiMo: {what}", "choose another layout with --to")
 
 
 def _is_qwen2s(layer: LayerConfig) -> bool:
@@ -154,6 +158,8 @@ def config(source: ExportSource) -> dict[str, Any]:
     spec = mixer.spec
     own = text_config(source.checkpoint.config)
     assert mixer.rope
+    if scaling_of(own)["rope_type"] == "rope_freqs":
+        raise _refusal(source, "its RoPE is scaled by a GGUF file's factors")
     rope = {key: own[key] for key in ROPE_KEYS if own.get(key) is not None}
     return {
         "architectures": ["MiMoForCausalLM"], "model_type": "mimo", "auto_map": {"AutoConfig": f"{MODULE}.MiMoConfig"},
