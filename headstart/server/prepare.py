@@ -243,6 +243,8 @@ def _variables(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     if isinstance(body, ChatRequest):
         named = {"documents": body.documents, "reasoning_effort": body.reasoning_effort}
         variables |= {name: value for name, value in named.items() if value is not None}
+        if body.reasoning_effort == "none":
+            variables.setdefault("enable_thinking", False)
     return variables
 
 

@@ -428,7 +428,7 @@ class ChatRequest(Common):
     add_special_tokens: StrictBool = False
     echo: StrictBool | None = False
     documents: Annotated[Many[dict[str, Any]], Field(max_length=limits.MESSAGES)] | None = None
-    reasoning_effort: Name | None = Field(default=None, description="Passed to the chat template; not all read it.")
+    reasoning_effort: Name | None = Field(default=None, description="Passed to the chat template; none: no thinking.")
     chat_template_kwargs: dict[str, Any] | None = None
     include_reasoning: StrictBool = True
 

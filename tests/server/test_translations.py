@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 
+from headstart.server import prepare
 from headstart.server.apis import messages, ollama, responses
 from headstart.server.apis.blocks import BlockBuilder
 from headstart.server.errors import BodyError
+from headstart.server.schema import ChatRequest
 from headstart.text.parsers import make_parser, merge_events
 
 ANSWER = (
@@ -83,6 +85,16 @@ def test_reasoning_text_and_calls_of_a_turn_become_one_message() -> None:
     assert (first["content"], first["reasoning_content"]) == ("I look.", "Late.")
     assert first["tool_calls"][0]["function"] == {"name": "get_time", "arguments": '{"zone": "UTC"}'}
     assert second == {"role": "tool", "tool_call_id": "1", "content": "12:30"}
+
+
+def test_reasoning_effort_none_switches_thinking_off() -> None:
+    asked = {"messages": [{"role": "user", "content": "x"}], "reasoning_effort": "none"}
+    off = {"reasoning_effort": "none", "enable_thinking": False}
+    item = responses.ResponsesRequest.model_validate({"input": "x", "reasoning": {"effort": "none"}})
+    for chat in (ChatRequest.model_validate(asked), responses.chat_of(item)):
+        assert prepare._variables(chat) == off
+    on = ChatRequest.model_validate(asked | {"chat_template_kwargs": {"enable_thinking": True}})
+    assert prepare._variables(on)["enable_thinking"] is True
 
 
 def test_ollama_options_are_translated() -> None:

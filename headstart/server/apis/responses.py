@@ -150,17 +150,15 @@ def chat_of(body: ResponsesRequest) -> ChatRequest:
     refuse(body, REFUSED, IGNORED)
     if LOGPROBS in (body.include or ()):
         raise BodyError(f"include: {LOGPROBS} is not supported", "include", REFUSED["top_logprobs"][1])
-    effort = body.reasoning.effort if body.reasoning else None
     chat: Json = {
         "model": body.model, "messages": list(_messages(body)),
         **{name: getattr(body, member) for name, member in names_in("responses").items()}, "stream": body.stream,
         "tools": [_tool(tool) for tool in body.tools or ()] or None, "tool_choice": _choice(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
-        "response_format": _format(body.text.format if body.text else None), "reasoning_effort": effort,
+        "response_format": _format(body.text.format if body.text else None),
+        "reasoning_effort": body.reasoning.effort if body.reasoning else None,
         "verbosity": body.text.verbosity if body.text else None, "store": body.store,
     }  # fmt: skip
-    if effort == "none":
-        chat["chat_template_kwargs"] = {"enable_thinking": False}
     return as_body(body, chat, ChatRequest)
 
 
