@@ -36,6 +36,10 @@ class BodyError(UsageError):
         super().__init__(message, hint)
         self.param = param  # path of the field, such as messages.0.role; None: the whole body
 
+    def renamed(self, param: str) -> "BodyError":
+        """The error under the name that the caller of another API gave."""
+        return BodyError(self.message.replace(str(self.param), param, 1), param, self.hint)
+
 
 def error_body(
     message: str, status: int, param: str | None = None, path: str = "", code: str | None = None
@@ -90,8 +94,9 @@ def _format_of(path: str) -> ErrorFormat:
 def error_response(error: HeadstartError, path: str = "") -> tuple[int, dict[str, Any]]:
     """HTTP status and JSON body of an error, in the shape of the API at `path`."""
     status = status_of(error).http
-    if isinstance(error, ParameterError):
-        error = error.renamed(names_in(_format_of(path).names).get(error.param, error.param))
+    names = names_in(_format_of(path).names)
+    if isinstance(error, BodyError | ParameterError) and error.param in names:
+        error = error.renamed(names[error.param])
     param = error.param if isinstance(error, BodyError | ParameterError) else None
     code = "context_length_exceeded" if isinstance(error, ContextError) else None
     return status, error_body(str(error), status, param, path, code)

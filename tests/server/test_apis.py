@@ -106,6 +106,7 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     (OLLAMA, OLLAMA_CHAT | {"format": "yaml"}, 400, "format"),
     (OLLAMA, OLLAMA_CHAT | {"options": {"mirostat": 2}}, 400, "mirostat"),
     (OLLAMA, OLLAMA_CHAT | {"options": {"temperature": -1}}, 400, "temperature"),
+    (OLLAMA, OLLAMA_CHAT | {"options": {"num_predict": "x"}}, 400, "num_predict is 'x'"),
     (OLLAMA, OLLAMA_CHAT | {"messages": [{"role": "user", "content": "x", "images": ["aGk="]}]}, 400, "text only"),
     (OLLAMA, OLLAMA_CHAT | {"logprobs": True}, 400, "logprobs"),
     (GENERATE, {"model": MODEL, "prompt": "x", "context": [1]}, 400, "context"),
