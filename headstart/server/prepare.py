@@ -35,7 +35,6 @@ from headstart.text.tool_text import with_functions, with_plain_calls
 
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 """Template variables that chat_template_kwargs must not set."""
-DEVELOPER = "developer"  # OpenAI's newer word for the system role; few templates know it
 THOUGHTS = ("reasoning_content", "reasoning")
 """Fields for the reasoning of earlier turns. Clients send either one; chat templates read the first."""
 COMPLETION_TOKENS = 16  # default max_tokens of /v1/completions, as in OpenAI and vLLM
@@ -217,14 +216,13 @@ def _encode_messages(
     variables = _variables(body)
     if (template := llm.chat_template) is None:
         raise UsageError(f"{llm.model.name} has no chat template", "use /v1/completions")
-    source = "".join(template.sources.values())
-    has_tools = "tools" in source
+    has_tools = any("tools" in source for source in template.sources.values())
     if tools and not has_tools:
         messages = with_functions(messages, tools)
-    if "tool_calls" not in source:
+    if not template.writes_calls and formats.tools in (None, FORCED_FORMAT):
         messages = with_plain_calls(messages)
-    if DEVELOPER not in source:
-        messages = [each | {"role": "system"} if each["role"] == DEVELOPER else each for each in messages]
+    if not template.takes_developer:
+        messages = [each | {"role": "system"} if each["role"] == "developer" else each for each in messages]
     conversation = Conversation(
         messages, (tools or None) if has_tools else None, body.add_generation_prompt, variables, formats.parse_special,
         body.continue_final_message, max_tokens=llm.engine.max_length,

@@ -29,6 +29,7 @@ from headstart.errors import ParameterError
 from headstart.params import parameters
 from headstart.server import limits
 from headstart.server.errors import BodyError
+from headstart.text.grammar_spec import NO_PARAMETERS
 
 log = logging.getLogger("headstart.server")
 Item = TypeVar("Item")
@@ -388,8 +389,8 @@ class Function(Body):
     """A function that the model may call; `parameters` is a JSON schema."""
 
     name: GivenName
-    description: StrictStr | None = None
-    parameters: dict[str, Any] | None = None
+    description: StrictStr | None = ""  # some templates fail without it, or without parameters
+    parameters: dict[str, Any] | None = NO_PARAMETERS
 
 
 class Tool(Body):

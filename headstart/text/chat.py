@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import cached_property, partial
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from headstart.errors import ModelError, UsageError
 from headstart.files import read_text
 from headstart.text import _gguf_tokenizer
+from headstart.text.call_form import CALLING, CALLING_TEXTS, PROBE, PROBE_TOOLS, CallForm
 from headstart.text.tokenizer import read_config, special_tokens
 
 Message = Mapping[str, Any]
@@ -135,27 +137,53 @@ class ChatTemplate:
     ) -> str:  # fmt: skip
         """The text of a conversation, with special tokens as text. `variables`: further variables of the template.
         Raises UsageError with the template's message if it refuses the messages, ModelError if the template fails."""
+        if any(each.get("tool_calls") or each.get("role") == "tool" for each in messages):
+            messages = (self._call_form or CallForm()).applied(messages)
+        values = {"documents": None, **(variables or {}), "add_generation_prompt": add_generation_prompt}
+        return self._guard("cannot be rendered", lambda: self._text_of(self._fitting(messages), tools, values))
+
+    def _text_of(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, values: Mapping[str, Any]
+    ) -> str:
         name = "tool_use" if tools and "tool_use" in self._compiled else "default"
         template = self._compiled.get(name) or next(iter(self._compiled.values()))
-        values = self.tokens | {"documents": None} | dict(variables or {})
-        if not self._takes_texts:
-            messages = [_with_parts(each) for each in messages]
-        values |= {"messages": list(messages), "tools": tools, "add_generation_prompt": add_generation_prompt}
-        return self._guard("cannot be rendered", lambda: template.render(values))
+        return template.render({**self.tokens, **values, "messages": list(messages), "tools": tools})
+
+    def _fitting(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """The messages with contents of the type that the template writes."""
+        return messages if self._takes_texts else [_with_parts(each) for each in messages]
+
+    def _shows(self, messages: Sequence[Message], texts: Sequence[str], tools: Any = None) -> bool:
+        """Whether the template accepts the messages and writes all `texts`."""
+        with suppress(*_FAILURES):
+            written = self._text_of(messages, tools, {"documents": None, "add_generation_prompt": True})
+            return all(each in written for each in texts)
+        return False
 
     @cached_property
     def _takes_texts(self) -> bool:
         """False if the template writes content only if it is a list of parts, as templates of some models with vision
         do."""
-        template, probe = self._compiled.get("default") or next(iter(self._compiled.values())), "a text"
-        values = self.tokens | {"documents": None, "tools": None, "add_generation_prompt": True}
-        shown = []
-        for content in (probe, [{"type": "text", "text": probe}]):
-            with suppress(*_FAILURES):
-                shown.append(probe in template.render(values | {"messages": [{"role": "user", "content": content}]}))
-                continue
-            shown.append(False)
-        return shown[0] or not shown[1]
+        message = {"role": "user", "content": PROBE}
+        return self._shows([message], [PROBE]) or not self._shows([_with_parts(message)], [PROBE])
+
+    @cached_property
+    def takes_developer(self) -> bool:
+        """Whether the template knows the role developer, and writes such messages."""
+        messages = self._fitting([{"role": "developer", "content": PROBE}, {"role": "user", "content": "Hi"}])
+        return any("developer" in source for source in self.sources.values()) and self._shows(messages, [PROBE])
+
+    @property
+    def writes_calls(self) -> bool:
+        """Whether the template writes tool calls and their results."""
+        return self._call_form is not None
+
+    @cached_property
+    def _call_form(self) -> CallForm | None:
+        """The form in which the template writes tool calls; None if it does not."""
+        forms = (CallForm(*each) for each in product((False, True), repeat=3))
+        fits = (each for each in forms if self._shows(self._fitting(each.applied(CALLING)), CALLING_TEXTS, PROBE_TOOLS))
+        return next(fits, None)
 
     def _guard(self, what: str, action: Callable[[], Result]) -> Result:
         try:

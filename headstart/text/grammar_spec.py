@@ -24,6 +24,7 @@ Kind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "tool
 CALL_PREFIX, CALL_SUFFIX = "<tool_call>\n", "\n</tool_call>"
 """Texts around a forced call, in Hermes' format. Names of special tokens in them become these tokens."""
 NEWLINE = "\n"  # between two forced calls
+NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 JSON_SPACE = r"[ \t\r\n]{0,32}"
 """White space between the tokens of a JSON text. Bounded, since small models may write line breaks without end."""
 
@@ -194,7 +195,7 @@ def _function(tool: Any) -> Mapping[str, Any]:
 def _parameters(function: Mapping[str, Any]) -> Any:
     schema = function.get("parameters")
     if schema is None:
-        return {"type": "object", "properties": {}, "additionalProperties": False}
+        return NO_PARAMETERS
     if not isinstance(schema, Mapping):
         return schema
     if isinstance(kind := schema.get("type"), str) and kind != "object":

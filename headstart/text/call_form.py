@@ -1,0 +1,58 @@
+"""Forms in which chat templates read tool calls, and a conversation that shows which form a template writes."""
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+PROBE = "a probe"
+PROBE_TOOLS = [{"type": "function", "function": {
+    "name": "known", "description": "", "parameters": {"type": "object", "properties": {}}
+}}]  # fmt: skip
+CALLING = (
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "", "tool_calls": [
+        {"id": "call_0", "type": "function", "function": {"name": "called", "arguments": {"argument": PROBE}}}
+    ]},
+    {"role": "tool", "tool_call_id": "call_0", "content": "its result"},
+)  # fmt: skip
+"""A conversation with a call."""
+CALLING_TEXTS = ("called", PROBE, "its result")
+
+
+@dataclass(frozen=True)
+class CallForm:
+    """How a template reads messages with calls. Most read an empty text beside them, and arguments as an object."""
+
+    is_null: bool = False  # the content of a message with calls alone is null (DeepSeek V3)
+    is_text: bool = False  # arguments are JSON texts (DeepSeek V3, Functionary)
+    is_short: bool = False  # ids are nine letters or digits (Mistral)
+
+    def applied(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """The messages in this form. Calls and results without ids get them in their order."""
+        num_calls, num_results, found = count(), count(), list[Mapping[str, Any]]()
+        for message in messages:
+            if message.get("tool_calls"):
+                calls = [self._call(each, num_calls) for each in message["tool_calls"]]
+                content = message.get("content")
+                content = None if self.is_null and not content else content
+                message = {**message, "content": content, "tool_calls": calls}
+            elif self.is_short and message["role"] == "tool":
+                message = {**message, "tool_call_id": _short(message.get("tool_call_id") or next(num_results))}
+            found.append(message)
+        return found
+
+    def _call(self, call: Mapping[str, Any], number: "count[int]") -> Mapping[str, Any]:
+        if self.is_short:
+            call = {**call, "id": _short(call.get("id") or next(number))}
+        if self.is_text:
+            function = call["function"]
+            text = json.dumps(function.get("arguments", {}), ensure_ascii=False)
+            call = {**call, "function": {**function, "arguments": text}}
+        return call
+
+
+def _short(name: object) -> str:
+    return hashlib.sha256(str(name).encode()).hexdigest()[:9]

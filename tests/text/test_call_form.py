@@ -1,0 +1,66 @@
+"""Tool calls in the forms that chat templates read."""
+
+from typing import Any
+
+import pytest
+
+from headstart.server.schema import ChatRequest
+from headstart.text.chat import ChatTemplate
+
+USUAL = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}[{{ c.id }} {{ c.function.name }} "
+    "{{ c.function.arguments | tojson }}]{% endfor %}{{ m.tool_call_id }}{{ m.content }}|{% endfor %}"
+)
+NULL_CALL = "[{{ c.id }} {{ c.function.name + ' ' + c.function.arguments }}]"
+NULL = (
+    "{% for m in messages %}{% if m.content is none %}{% for c in m.tool_calls %}" + NULL_CALL + "{% endfor %}"
+    "{% else %}{{ m.tool_call_id }}{{ m.content }}{% endif %}|{% endfor %}"
+)
+TEXT = USUAL.replace("{{ c.function.arguments | tojson }}", "{{ '' + c.function.arguments }}")
+REFUSAL = "{{ raise_exception('ids have nine letters') }}"
+MISTRAL = "{% for m in messages if m.role == 'tool' and (m.tool_call_id | length) != 9 %}" + REFUSAL + "{% endfor %}"
+SESSION: list[dict[str, Any]] = [
+    {"role": "user", "content": "Look."},
+    {"role": "assistant", "content": "", "tool_calls": [
+        {"id": "call_1", "function": {"name": "look", "arguments": {"at": "é"}}}
+    ]},
+    {"role": "tool", "tool_call_id": "call_1", "content": "blue"},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("source", [USUAL, NULL, TEXT])
+def test_calls_are_written_whatever_form_the_template_reads(source: str) -> None:
+    template = ChatTemplate(source)
+    assert template.writes_calls
+    assert template.render(SESSION) == 'Look.|[call_1 look {"at": "é"}]' + "|call_1blue|"
+
+
+def test_ids_have_nine_letters_where_the_template_demands_it() -> None:
+    template = ChatTemplate(MISTRAL + USUAL)
+    _, call, result, _ = template.render(SESSION).split("|")
+    assert result == call[1:10] + "blue"
+    nameless = [{**SESSION[1], "tool_calls": [{"function": SESSION[1]["tool_calls"][0]["function"]}] * 2}]
+    nameless += [{"role": "tool", "content": each} for each in ("blue", "grey")]
+    call, first, second, _ = template.render(nameless).split("|")
+    assert (first, second) == (call[1:10] + "blue", call[call.index("]") + 2 :][:9] + "grey")
+
+
+def test_template_without_calls_says_so() -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}")
+    assert not template.writes_calls
+    assert template.render(SESSION) == "userLook.assistanttoolblue"
+
+
+def test_developer_messages_are_not_dropped() -> None:
+    known = "{% for m in messages if m.role in ('developer', 'user') %}{{ m.content }}{% endfor %}"
+    assert ChatTemplate(known).takes_developer
+    dropped = "{# developer #}{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    assert not ChatTemplate(dropped).takes_developer
+    assert not ChatTemplate("{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}").takes_developer
+
+
+def test_functions_have_descriptions_and_parameters() -> None:
+    body = {"messages": SESSION, "tools": [{"function": {"name": "look", "description": None}}]}
+    [tool] = ChatRequest.model_validate(body).functions
+    assert list(tool["function"]) == ["name", "description", "parameters"]
+    assert tool["function"]["description"] == "" and tool["function"]["parameters"]["properties"] == {}
