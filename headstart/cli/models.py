@@ -133,13 +133,16 @@ def _print_models(data: dict[str, Any]) -> None:
 
 
 def _print_available(data: dict[str, Any]) -> None:
+    from headstart.tools.plan.sources import AVAILABLE_CONTEXT
+
     rows = [
         (each["name"], each["repo"], *(f"{each[size] / 1e9:.1f}" for size in ("bytes", "memory")), each["drafts"],
          each["gain"] or "")
         for each in data["models"]
     ]  # fmt: skip
     print_table(("name", "repository", "size\nGB", "memory\nGB", "drafts", "gain"), rows)
-    print("Size: the text part in bf16. Memory: with 8,192 positions; --quantization int4\ntakes about a third.")
+    context = f"{AVAILABLE_CONTEXT:,} positions"
+    print(f"Size: the text part in bf16. Memory: with {context}; --quantization int4\ntakes about a third.")
     print("Gain: as reported for other engines; headstart bench NAME measures it here.")
     for each in data["models"]:
         if each["gain"]:
