@@ -57,13 +57,15 @@ OPTIONS: Mapping[str, str] = {
     "--served-model-name": "-a --alias",
     "--chat-template": "--chat-template-file",
     "--no-web": "--no-webui --no-ui",
+    "--no-enable-prefix-caching": "--disable-radix-cache --no-cache-prompt",
     "--gpu-memory-utilization": "--mem-fraction-static --gpu-memory-fraction",
     "--tp": "--tensor-parallel-size -tp --tp-size",
 }
 """Our options -> spellings of other programs."""
 NOT_NEEDED: Mapping[str, str] = {
-    **dict.fromkeys(("--stream", "--verbose", "-v", "--color", "--jinja", "-e", "--no-display-prompt", "--mlock"),
-                    "leave it out"),
+    **dict.fromkeys(("--stream", "--verbose", "-v", "--color", "--jinja", "-e", "--no-display-prompt", "--mlock",
+                     "-cb", "--cont-batching", "--schedule-policy"), "leave it out"),
+    **dict.fromkeys(("--metrics", "--enable-metrics"), "leave it out: /metrics is always there"),
     **dict.fromkeys(("-i", "-cnv", "--interactive", "--conversation"), "headstart chat MODEL is a conversation"),
     **dict.fromkeys(("-ngl", "--gpu-layers", "--n-gpu-layers", "-fa", "--flash-attn", "--devices"),
                     "leave it out: headstart doctor shows the backend that is used"),

@@ -78,7 +78,8 @@ def model_manager(
 
     for name in SINGLE_MODEL:
         if getattr(serving, name, None):
-            raise UsageError(f"{flag_of(name)} is for one model, but this server has several", LEAVE_OUT)
+            hint = "repeat it for further names of one model" if name == "served_model_name" else LEAVE_OUT
+            raise UsageError(f"{flag_of(name)} is for one model, but this server has several", hint)
     if config.head is not None:
         raise UsageError("--head is for one model, but this server has several", "[models.NAME] takes head")
     memory = None if options.memory is None else int(options.memory * GB)

@@ -105,6 +105,7 @@ HINTS: tuple[tuple[str, str], ...] = (
     (r"cpu-offload", "weights are in the machine's memory: leave it out, or round them by --quantization int8 or int4"),
     (r"kv-offload|kv-transfer|lmcache", SPILL_HINT),
     (r"kv-|offload|swap|mamba|cache|transfer|hybrid", "--kv-blocks sizes the KV cache, which is one: leave it out"),
+    (r"per-request-spec", "usage.speculation of each answer has the counts: leave it out"),
     (r"speculative|spec-|ngram", "--speculative-config takes method, model and num_speculative_tokens"),
     (r"structured|guided|reasoning-config", "grammars and schemas work without a setting: leave it out"),
     (r"ssl-|uds|grpc|root-path|middleware|h11|uvicorn", "put a proxy in front of it, such as nginx"),

@@ -502,7 +502,7 @@ REFUSED_BY_HINT: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "start the server with --chat-template": {"chat_template": ()},
     "this server writes text only": {"audio": (), "modalities": (["text"],)},
     "the model's own settings are used": {"mm_processor_kwargs": ({},)},
-    "this server has one model": {"lora_path": ()},
+    "start the server with --lora NAME=PATH, and give the name as model": {"lora_path": ()},
 }  # fmt: skip
 """Fields of other servers that would change the text: hint -> field -> values that, like null, change nothing."""
 REFUSED = {name: (nothing, hint) for hint, names in REFUSED_BY_HINT.items() for name, nothing in names.items()}
