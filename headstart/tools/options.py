@@ -54,7 +54,7 @@ class GraftOptions(OptionGroup):
     out: Path = option("Directory to write.", "--out", "-o", default=REQUIRED, is_output=True)
     base: str | None = option("Path or repo id of the original model with its head.", "--from", metavar="BASE")
     strip: bool = option("Write the checkpoint without its head.", default=False)
-    quantize_head: bool = option("Write the head in FP8 blocks (vLLM, SGLang, transformers).", default=False)
+    quantize_head: bool = option("Write the head in FP8 blocks.", default=False)
     no_measure: bool = option("Do not measure whether the head helps.", default=False)
     force: bool = option("Replace files of an earlier run.", default=False)
 

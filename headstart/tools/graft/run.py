@@ -132,7 +132,6 @@ def _head(
         for each in plain.planned:
             fits = each.name in floats and len(each.shape) == 2 and can_be_quantized(each.name)
             planned += fp8_blocks(each.name, floats[each.name]) if fits else [each]
-        notes.append("the head is in FP8 blocks: headstart does not run those, vLLM, SGLang and transformers do")
     return planned, describe(config, target, planned, quantize, notes), notes
 
 
