@@ -277,7 +277,8 @@ class _TrainingRun:
         plot = options.work / "acceptance.svg"
         draw_acceptance(self.log, plot)
         lines += [*(gain.lines() if gain else []), f"plot: {plot}", *self.data.skipped]
-        use = ["headstart", "generate", options.model, "--head", str(options.out), "--prompt", "Hello"]
+        lora = ["--lora", str(options.lora)] if options.lora else []
+        use = ["headstart", "generate", options.model, *lora, "--head", str(options.out), "--prompt", "Hello"]
         lines.append(f"use it: {shlex.join(use)}")
         data = {"out": str(options.out), "log": str(self.log), **facts, "gain": gain.data() if gain else None}
         return Report(gain is None or gain.pays, data, lines)

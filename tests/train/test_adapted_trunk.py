@@ -59,6 +59,7 @@ def test_head_for_an_adapter_is_trained_and_drafts_for_it(common: dict[str, Any]
     report = run(TrainOptions(out=tmp_path / "head", tokens=1_000, **common))
     assert "--lora adapter" in read_head(tmp_path / "head").training["command"]
     assert report.data["gain"] is not None
+    assert f"--lora {common['lora']} --head" in report.lines[-1]
     with LLM(common["model"], lora=common["lora"], head=str(tmp_path / "head"), depth=2, threads=1) as llm:
         pair = llm.decode_pair(PROMPT, GREEDY, 0)
     assert pair[True].token_ids == pair[False].token_ids and pair[True].speculation.drafted
