@@ -52,9 +52,9 @@ def _container(kind: str, name: str, architecture: list[str]) -> dict[str, Any]:
 def _eagle3(source: ExportSource) -> Plan:
     if source.head.spec.kind != "eagle3":
         raise ModelError(
-            f"the head {source.head_path} is of kind {source.head.spec.kind}: speculators' MTP layers are Qwen's, "
-            "with norms of q and k, so it has no class for this one",
-            "headstart train --kind eagle3 makes a head that goes; --to vllm-mimo writes this one for vLLM",
+            f"the head {source.head_path} is of kind {source.head.spec.kind}: speculators has no class for this one "
+            "(its MTP layers are Qwen's, with norms of q and k)",
+            "headstart train --kind eagle3 makes a head that goes; an MTP head goes with --to vllm-mimo",
         )
     (document, files), head = published_files(source), source.head
     trunk, ids = source.checkpoint.path, head.draft_token_ids
