@@ -63,8 +63,10 @@ def _cached(source: Repo) -> Checkpoint | list[GgufFile]:
         if source.file:
             file = hf_hub_download(source.repo, source.file, local_files_only=True, dry_run=False)
             return [read(part) for part in gguf.parts_of(Path(file))]
-        revision = source.revision or None
-        folder = Path(snapshot_download(source.repo, revision=revision, local_files_only=True, dry_run=False))
+        revision, kept = source.revision or None, [CONFIG]  # any other file may be missing
+        folder = Path(
+            snapshot_download(source.repo, revision=revision, local_files_only=True, allow_patterns=kept, dry_run=False)
+        )
     if any(folder.glob("*.safetensors")):
         return safetensors.open_checkpoint(folder)
     ggufs = [str(path.relative_to(folder)) for path in folder.rglob("*.gguf")]

@@ -174,6 +174,23 @@ def test_cache_is_used_without_network(hub: Hub, tmp_path: Path, monkeypatch: py
     assert inspect_data()["heads"]["verdict"] == "alive"
 
 
+@pytest.mark.parametrize("files", [["*.json", "*.safetensors"], ["config.json"], ["*.gguf"]])
+def test_part_of_a_repo_in_the_cache_is_used_without_network(
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, files: list[str]
+) -> None:
+    from huggingface_hub import snapshot_download
+
+    if files == ["*.gguf"]:
+        gguf_files.write_gguf(hub.folder / "m.gguf", *family_of("llama").tiny())
+    else:
+        write_model(hub.folder, *family_of("mimo").tiny())
+    (hub.folder / "README.md").write_text("not in the cache")
+    snapshot_download(REPO, allow_patterns=files, dry_run=False)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    verdicts = {"*.json": "alive", "config.json": "unchecked", "*.gguf": "none"}
+    assert inspect_data()["heads"]["verdict"] == verdicts[files[0]]
+
+
 @pytest.mark.slow
 def test_hf_environment_is_used_and_torch_is_not_imported(hub: Hub, tmp_path: Path) -> None:
     write(hub.folder, config_of(ENTRY), complete_tensors(), shards=2)
