@@ -61,8 +61,8 @@ def lookup(config: Mapping[str, Any], key: str) -> Any:
 
 
 def first_value(config: Mapping[str, Any], keys: Iterable[str]) -> Any:
-    """The value of the first of these keys that is set, where dots step into objects; None if none is."""
-    return next((value for key in keys if (value := lookup(config, key)) is not None), None)
+    """The value of the first of these keys that is set; None if none is. Dots are parts of keys, as in GGUF files."""
+    return next((config[key] for key in keys if config.get(key) is not None), None)
 
 
 def as_size(value: object) -> int | None:

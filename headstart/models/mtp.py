@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from headstart.errors import ModelError
-from headstart.formats.sizes import NESTED, Sizes, as_size, first_value, lookup
+from headstart.formats.sizes import NESTED, Sizes, as_size, lookup
 from headstart.heads.base import MAX_MODULES
 from headstart.heads.published import DeclaredShapes
 
@@ -138,7 +138,7 @@ DSPARK = MTPLayout(
 
 def nested_value(config: Mapping[str, Any], key: str) -> Any:
     """The value of a key in the first of PREFIXES that has it; None if none has."""
-    return first_value(config, (prefix + key for prefix in PREFIXES))
+    return next((value for prefix in PREFIXES if (value := lookup(config, prefix + key)) is not None), None)
 
 
 def declared(config: Mapping[str, Any], first: str = COUNT_KEYS[0], *, alone: bool = False) -> Declared:
