@@ -2,9 +2,9 @@
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, takewhile
 from typing import Any
 
 PROBE = "a probe"
@@ -14,12 +14,14 @@ PROBE_TOOLS = [{"type": "function", "function": {
 CALLING = (
     {"role": "user", "content": "Hi"},
     {"role": "assistant", "content": "", "tool_calls": [
-        {"id": "call_0", "type": "function", "function": {"name": "called", "arguments": {"argument": PROBE}}}
+        {"id": "call_0", "type": "function", "function": {"name": "called", "arguments": {"argument": PROBE}}},
+        {"id": "call_1", "type": "function", "function": {"name": "too", "arguments": {}}},
     ]},
     {"role": "tool", "tool_call_id": "call_0", "content": "its result"},
+    {"role": "tool", "tool_call_id": "call_1", "content": "another"},
 )  # fmt: skip
-"""A conversation with a call."""
-CALLING_TEXTS = ("called", PROBE, "its result")
+"""A conversation with two calls."""
+CALLING_TEXTS = ("called", PROBE, "its result", "another")
 
 
 @dataclass(frozen=True)
@@ -29,11 +31,12 @@ class CallForm:
     is_null: bool = False  # the content of a message with calls alone is null (DeepSeek V3)
     is_text: bool = False  # arguments are JSON texts (DeepSeek V3, Functionary)
     is_short: bool = False  # ids are nine letters or digits (Mistral)
+    is_single: bool = False  # a message has one call, and its result follows (Llama 3)
 
     def applied(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """The messages in this form. Calls and results without ids get them in their order."""
         num_calls, num_results, found = count(), count(), list[Mapping[str, Any]]()
-        for message in messages:
+        for message in _one_by_one(messages) if self.is_single else messages:
             if message.get("tool_calls"):
                 calls = [self._call(each, num_calls) for each in message["tool_calls"]]
                 content = message.get("content")
@@ -52,6 +55,25 @@ class CallForm:
             text = json.dumps(function.get("arguments", {}), ensure_ascii=False)
             call = {**call, "function": {**function, "arguments": text}}
         return call
+
+
+def _one_by_one(messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """The messages with one call each, which its result follows. Results without ids are in the order of the calls."""
+    place = 0
+    while place < len(messages):
+        message, place = messages[place], place + 1
+        if not (calls := message.get("tool_calls")):
+            yield message
+            continue
+        results = list(takewhile(lambda each: each["role"] == "tool", messages[place:]))
+        place += len(results)
+        for number, call in enumerate(calls):
+            yield {**({"role": message["role"], "content": ""} if number else message), "tool_calls": [call]}
+            names = (None, call.get("id"))
+            own = next((i for i, each in enumerate(results) if each.get("tool_call_id") in names), None)
+            if own is not None:
+                yield results.pop(own)
+        yield from results
 
 
 def _short(name: object) -> str:

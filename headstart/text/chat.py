@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from datetime import datetime
 from functools import cached_property, partial
 from itertools import product
@@ -181,7 +182,7 @@ class ChatTemplate:
     @cached_property
     def _call_form(self) -> CallForm | None:
         """The form in which the template writes tool calls; None if it does not."""
-        forms = (CallForm(*each) for each in product((False, True), repeat=3))
+        forms = (CallForm(*each) for each in product((False, True), repeat=len(fields(CallForm))))
         fits = (each for each in forms if self._shows(self._fitting(each.applied(CALLING)), CALLING_TEXTS, PROBE_TOOLS))
         return next(fits, None)
 

@@ -45,6 +45,19 @@ def test_ids_have_nine_letters_where_the_template_demands_it() -> None:
     assert (first, second) == (call[1:10] + "blue", call[call.index("]") + 2 :][:9] + "grey")
 
 
+def test_calls_stand_one_by_one_where_the_template_demands_it() -> None:
+    calls = [{"id": each, "function": {"name": each, "arguments": {}}} for each in ("a", "b")]
+    session = [
+        {**SESSION[1], "content": "I look. ", "tool_calls": calls},
+        *({"role": "tool", "tool_call_id": each, "content": each * 2} for each in ("b", "a", "c")), SESSION[0],
+    ]  # fmt: skip
+    single = "{% for m in messages if m.tool_calls and m.tool_calls | length > 1 %}" + REFUSAL + "{% endfor %}"
+    assert ChatTemplate(single + USUAL).render(session) == "[a a {}]I look. |aaa|[b b {}]|bbb|ccc|Look.|"
+    twice = [{**SESSION[1], "tool_calls": [{"function": calls[0]["function"]}] * 2}]
+    twice += [{"role": "tool", "content": "7"}] * 2
+    assert ChatTemplate(single + USUAL).render(twice) == "[ a {}]|7|[ a {}]|7|"
+
+
 def test_template_without_calls_says_so() -> None:
     template = ChatTemplate("{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}")
     assert not template.writes_calls
