@@ -17,7 +17,7 @@ from headstart.formats.base import Checkpoint, make_tensor
 from headstart.formats.gguf_names import FOUND
 from headstart.formats.quantization import ACTIVATIONS, readable, readable_shapes
 from headstart.formats.rows import unpermute_rows
-from headstart.heads.published import refuse_head
+from headstart.heads.published import MARK, refuse_head
 from headstart.kernels.ops import Backend, RawTensor
 from headstart.kernels.streamed import StreamedBackend, lazy
 from headstart.layers.attention import AttentionConfig
@@ -234,12 +234,23 @@ def _same(one: RawTensor, other: RawTensor) -> bool:
 def find_family(checkpoint: Checkpoint) -> Family:
     """The family of a checkpoint by its model_type. Raises ModelError for a head, and for a missing or unknown
     model_type."""
-    refuse_head(checkpoint.config, checkpoint.path)
     model_type = checkpoint.config.get("model_type")
+    if not _declares_model(checkpoint.config):
+        refuse_head(checkpoint.config, checkpoint.path)
     if not isinstance(model_type, str):
         raise ModelError(f"{checkpoint.path}: config.json names no model_type", "download the model again")
     engine = "llamacpp" if checkpoint.format == "gguf" else "vllm"
     return family_named(model_type, f"{engine} {shlex.quote(checkpoint.name)}")
+
+
+def _declares_model(config: Mapping[str, Any]) -> bool:
+    """True if `architectures` has a class of the model_type, such as LlamaForCausalLM of llama. The formats of heads
+    need no comparison then, which would import all kinds of heads at each start."""
+    names, kind = config.get("architectures"), str(config.get("model_type")).removesuffix("_text")
+    prefix = kind.replace("_", "").lower()
+    classes = [str(each).replace("_", "").lower() for each in names] if isinstance(names, list) else []
+    whole = any(name.startswith(f"{prefix}for") and name.endswith(("lm", "generation")) for name in classes)
+    return whole and MARK not in config
 
 
 def canonical_tensors(checkpoint: Checkpoint, family: Family, config: DecoderConfig) -> Mapping[str, RawTensor]:
