@@ -28,28 +28,12 @@ from headstart.models import _qwen_vision, keys
 from headstart.models.base import Family
 from headstart.models.keys import FULL, LINEAR, Config, flag, number
 from headstart.models.mtp import LLAMA_CPP_KEYS, LlamaCppDraft, MTPLayout, XllmDraft
-from headstart.models.names import ALL_NORMS, Names
+from headstart.models.names import ALL_NORMS, OWN_MODULE, PREFIXES, Names
 from headstart.models.small import SCRATCH_EXPERTS, Arrays
 
 MAX_FEATURES = 1 << 14
-MTP_NAMES = {
-    "fc": "projection",
-    "pre_fc_norm_embedding": "norm_embedding",
-    "pre_fc_norm_hidden": "norm_hidden",
-    "norm": "norm",
-}
 NAMES = Names(
-    prefixes={
-        "model.": "",
-        "model.language_model.": "",
-        "language_model.model.": "",
-        "language_model.": "",
-        "lm_head.": "lm_head.",
-        "model.visual.": None,
-        "visual.": None,
-        **{f"{outer}mtp.layers.{{i}}.": "mtp.{i}.block." for outer in ("", "model.")},
-        **{f"{outer}mtp.{part}.": f"mtp.{{i}}.{ours}." for outer in ("", "model.") for part, ours in MTP_NAMES.items()},
-    },
+    {**PREFIXES, "visual.": None, **OWN_MODULE},
     parts={".mlp.shared_expert.": ".mlp.shared_experts.", ".linear_attn.dt_bias": ".linear_attn.decay_bias"},
     gguf={
         "blk.{i}.ssm_a": "layers.{i}.linear_attn.decay_rate",
@@ -59,10 +43,7 @@ NAMES = Names(
         ".self_attn.qkv_proj.": ".linear_attn.in_proj_qkv.",
     },
 )
-"""Names in text models and in the text part of multimodal wrappers. MTP modules share all tensors but their blocks."""
-
-
-SHARED = tuple(MTP_NAMES.values())
+SHARED = ("projection", "norm_embedding", "norm_hidden", "norm")
 GGUF_SHARED = ("eh_proj", "enorm", "hnorm", "shared_head.norm")
 """Tensors that all MTP modules share: canonical names, and those of GGUF files, which only the first module has."""
 

@@ -9,23 +9,14 @@ from headstart.layers.build import DecoderConfig
 from headstart.layers.mlp import MLPConfig
 from headstart.models import keys
 from headstart.models.keys import Config
-from headstart.models.names import Names
+from headstart.models.names import PREFIXES, Names
 from headstart.models.reading import Reading
 
 OUTSIDE = (
     "vision_tower.", "multi_modal_projector.", "embed_vision.", "audio_tower.", "embed_audio.", "vision_embedder.",
 )  # fmt: skip
-NAMES = Names(
-    {
-        "model.": "",
-        "model.language_model.": "",
-        "language_model.model.": "",
-        "lm_head.": "lm_head.",
-        "language_model.lm_head.": "lm_head.",
-        **{f"{outer}{part}": None for outer in ("", "model.") for part in OUTSIDE},
-    }
-)
-"""Names in text models and in the text part of multimodal wrappers. Vision and audio tensors are ignored."""
+NAMES = Names({**PREFIXES, **dict.fromkeys(OUTSIDE)})
+"""Names in text models and in multimodal models, whose vision and audio tensors are ignored."""
 DEFAULTS = {
     "hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 131072, "tie_word_embeddings": True,
     "rope_theta": 1e6, "rope_local_base_freq": 1e4, "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 4,

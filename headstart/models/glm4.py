@@ -20,15 +20,13 @@ def parse(config: Config, norms: NormPlacement = "sandwich") -> DecoderConfig:
     return keys.stack(config, mixer={"qkv_bias": bias}, layer={"norms": norms}, tied=tied)
 
 
-LAYERS = ("model.layers.{i}.", "model.language_model.layers.{i}.")
 FAMILY = Family(
     parse=parse,
     names=Names(
         {
             **WRAPPED,
             **{
-                f"{layers}{theirs}_layernorm.": f"layers.{{i}}.{ours}_layernorm."
-                for layers in LAYERS
+                f"model.layers.{{i}}.{theirs}_layernorm.": f"layers.{{i}}.{ours}_layernorm."
                 for theirs, ours in (
                     ("post_self_attn", "post_attention"),
                     ("post_mlp", "post_feedforward"),

@@ -250,7 +250,7 @@ FAMILY = Family(
             "model.mtp.layers.{i}.input_proj.": "mtp.{i}.projection.",
             "model.mtp.layers.{i}.transformer_block.": "mtp.{i}.block.",
             "model.mtp.chain_norm.": "mtp.{i}.norm.",
-            **dict.fromkeys(("model.audio.", "model.visual.", "audio.", "visual."), None),
+            **dict.fromkeys(("audio.", "visual.")),
         },
         parts=PARTS,
     ),

@@ -26,7 +26,7 @@ FAMILY = Family(
         "neftune_noise_alpha": "training only",
         **dict.fromkeys(("scale_factor", "pixel_shuffle_factor", "perceiver_config"), "of images"),
     },
-    names=Names({**WRAPPED, "model.text_model.": "", "model.connector.": None}),
+    names=Names({**WRAPPED, "connector.": None}),
     vision=_smolvlm.VISION,
     aliases=("smolvlm", "idefics3"),
     interleaved_rope=True,

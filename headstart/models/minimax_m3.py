@@ -135,7 +135,7 @@ FAMILY = Family(
     names=Names(
         {
             **WRAPPED,
-            **dict.fromkeys(("patch_merge_mlp.", "model.patch_merge_mlp."), None),
+            "patch_merge_mlp.": None,
             **module_names("model.mtp.layers.{i}.", block="transformer_layer."),
         },
         parts={

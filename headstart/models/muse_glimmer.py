@@ -65,9 +65,7 @@ FAMILY = Family(
         "hidden_act": "given by hidden_activation",
         **dict.fromkeys(("out_hidden_size", "projector_hidden_size", "projector_hidden_act"), "of images"),
     },
-    names=Names(
-        {**WRAPPED, **{f"{outer}{part}": None for outer in ("", "model.") for part in OUTSIDE}}, gguf=GGUF_GATE
-    ),
+    names=Names({**WRAPPED, **dict.fromkeys(OUTSIDE)}, gguf=GGUF_GATE),
     shifted_norms=re.compile(r"^layers\..*norm\.weight$"),
     aliases=("muse_glimmer_text", LLAMA_CPP),
     interleaved_rope=True,

@@ -10,20 +10,9 @@ from headstart.kernels.ops import RawTensor
 
 PREFIXES: Mapping[str, str | None] = {"model.": "", "lm_head.": "lm_head."}
 WRAPPED: Mapping[str, str | None] = {
-    **PREFIXES,
-    "model.language_model.": "",
-    "language_model.model.": "",
-    "language_model.lm_head.": "lm_head.",
-    **dict.fromkeys(
-        (
-            f"{outer}{part}."
-            for outer in ("", "model.")
-            for part in ("vision_tower", "multi_modal_projector", "visual", "vision_model")
-        ),
-        None,
-    ),
-}
-"""Prefixes in text models and in the text part of multimodal models."""
+    **PREFIXES, **dict.fromkeys(("vision_tower.", "multi_modal_projector.", "visual.", "vision_model.")),
+}  # fmt: skip
+"""Prefixes in text models and in multimodal models, whose vision towers are ignored."""
 
 
 def module_names(prefix: str, *, norm: str = "final_layernorm.", block: str = "") -> dict[str, str]:
@@ -79,9 +68,9 @@ PartRule = tuple[re.Pattern[str], str]
 class Names:
     """Table of a family's tensor names.
 
-    The longest matching prefix is used, and all parts in their order. `{i}` stands for a number, equal on both sides;
-    it is 0 if only the canonical prefix has it. If several published prefixes have one canonical prefix, the first is
-    written.
+    Published prefixes are compared without those of formats.base.WRAPPER. The longest matching prefix is used, and all
+    parts in their order. `{i}` stands for a number, equal on both sides; it is 0 if only the canonical prefix has it. If
+    several published prefixes have one canonical prefix, the first is written.
     """
 
     # published prefix -> canonical prefix; None: the tensor is ignored
@@ -91,7 +80,7 @@ class Names:
     gguf: Mapping[str, str] = field(default_factory=dict)
 
     def canonical(self, name: str) -> str | None:
-        """Canonical name of a published tensor, with or without wrapper prefixes; None for a tensor to ignore."""
+        """Canonical name of a published tensor, with or without wrappers' prefixes; None for a tensor to ignore."""
         if name.endswith("rotary_emb.inv_freq"):
             return None
         name = strip_wrapper(name)

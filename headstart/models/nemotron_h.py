@@ -134,7 +134,6 @@ PARTS = {
     **{f".mixer.{part}": f".mlp.{part}" for part in ("gate.", "experts.", "shared_experts.", "up_proj.", "down_proj.")},
     **{f".mixer.fc{i}_latent_proj.": f".mlp.fc{i}_latent_proj." for i in (1, 2)},
 }
-OUTER = ("backbone.", "model.")
 FAMILY = Family(
     parse=parse,
     defaults={"max_position_embeddings": 4096, "num_key_value_heads": 8},
@@ -161,10 +160,10 @@ FAMILY = Family(
     },
     names=Names(
         {
-            **dict.fromkeys(OUTER, ""),
-            **{f"{outer}embeddings.": "embed_tokens." for outer in OUTER},
-            **{f"{outer}norm_f.": "norm." for outer in OUTER},
-            **{f"{outer}layers.{{i}}.norm.": "layers.{i}.input_layernorm." for outer in OUTER},
+            "backbone.": "",
+            "backbone.embeddings.": "embed_tokens.",
+            "backbone.norm_f.": "norm.",
+            "backbone.layers.{i}.norm.": "layers.{i}.input_layernorm.",
             "lm_head.": "lm_head.",
             "mtp.layers.0.enorm.": "mtp.0.norm_embedding.",
             "mtp.layers.0.hnorm.": "mtp.0.norm_hidden.",
