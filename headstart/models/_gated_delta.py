@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart import exact
 from headstart.errors import ModelError
 from headstart.formats.rows import RowSubset
 from headstart.heads.base import HeadSpec
@@ -28,13 +27,13 @@ from headstart.models import _qwen_vision, keys
 from headstart.models.base import Family
 from headstart.models.keys import FULL, LINEAR, Config, flag, number
 from headstart.models.mtp import LLAMA_CPP_KEYS, LlamaCppDraft, MTPLayout, XllmDraft
-from headstart.models.names import ALL_NORMS, OWN_MODULE, PREFIXES, Names
+from headstart.models.names import ALL_NORMS, DECAY, OWN_MODULE, PREFIXES, Names
 from headstart.models.small import SCRATCH_EXPERTS, Arrays
 
 MAX_FEATURES = 1 << 14
 NAMES = Names(
     {**PREFIXES, "visual.": None, **OWN_MODULE},
-    parts={".mlp.shared_expert.": ".mlp.shared_experts.", ".linear_attn.dt_bias": ".linear_attn.decay_bias"},
+    parts={".mlp.shared_expert.": ".mlp.shared_experts.", **DECAY},
     gguf={
         "blk.{i}.ssm_a": "layers.{i}.linear_attn.decay_rate",
         "blk.{i}.ssm_dt.bias": "layers.{i}.linear_attn.decay_bias",
@@ -118,8 +117,7 @@ def layer_types(config: Config) -> list[str]:
 
 
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """Family.adapt: splits fused projections, and gives each MTP module the shared tensors. GGUF files have decay rates
-    in place of A_log."""
+    """Family.adapt: splits fused projections, and gives each MTP module the shared tensors."""
     ours = _linear_tensors(tensors, config.mixers(DeltaConfig))
     mixer = _attention(config)
     if mixer.gated:
@@ -148,8 +146,6 @@ def _linear_tensors(tensors: dict[str, RawTensor], linear: Mapping[str, DeltaCon
         stem, _, part = name.partition(".linear_attn.")
         if part in JOINED and stem in linear:
             ours |= _split(tensor, f"{stem}.linear_attn", JOINED[part](linear[stem]))
-        elif part == "A_log":
-            ours[f"{stem}.linear_attn.decay_rate"] = tensor.exp().affine(-1, 0)
         elif part == "conv1d.weight":
             ours[f"{stem}.linear_attn.conv"] = _taps(tensor)
         else:
@@ -214,9 +210,7 @@ def restore(arrays: Arrays, config: DecoderConfig, *, joined: bool) -> Arrays:
     theirs: Arrays = {}
     for name, array in arrays.items():
         stem, _, part = name.partition(".linear_attn.")
-        if part == "decay_rate":
-            theirs[f"{stem}.linear_attn.A_log"] = exact.logs(-array)
-        elif part == "conv":
+        if part == "conv":
             width = config.mixers(DeltaConfig)[stem].conv_width
             theirs[f"{stem}.linear_attn.conv1d.weight"] = array.reshape(width, -1).T[:, None].copy()
         else:

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from headstart import exact
 from headstart.errors import ModelError
 from headstart.formats.base import make_tensor
 from headstart.kernels.ops import RawTensor
@@ -16,19 +15,20 @@ from headstart.layers.build import DecoderConfig
 from headstart.layers.kda import KDAConfig
 from headstart.models import keys
 from headstart.models.keys import Config
-from headstart.models.names import GGUF_GATE
+from headstart.models.names import DECAY, GGUF_GATE
 from headstart.models.small import Arrays
 
 LINEAR, FULL = keys.LINEAR, keys.FULL
 MAX_DIM, MAX_TAPS = 256, 16
-GATE = {".self_attn.g_proj.": ".self_attn.gate_proj."}  # part of a name in files -> canonical part
+PARTS: Mapping[str, str] = {**DECAY, ".self_attn.g_proj.": ".self_attn.gate_proj."}
+"""Parts of names in files -> canonical parts."""
 CONVS = tuple(f"{part}_conv1d.weight" for part in "qkv")
 GGUF: Mapping[str, str] = {
     **GGUF_GATE,
     ".linear_attn.in_proj_b.": ".self_attn.b_proj.",
     ".linear_attn.norm.": ".self_attn.o_norm.",
-    "blk.{i}.ssm_a": "layers.{i}.self_attn.A_log",
-    "blk.{i}.ssm_dt.bias": "layers.{i}.self_attn.dt_bias",
+    "blk.{i}.ssm_a": "layers.{i}.self_attn.decay_rate",
+    "blk.{i}.ssm_dt.bias": "layers.{i}.self_attn.decay_bias",
 }
 """Names.gguf of linear layers."""
 
@@ -98,24 +98,19 @@ def of_gguf(config: Config) -> Config:
 
 
 def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """Family.adapt: joins the convolutions of q, k and v, and turns A_log into decay rates -exp(A_log), which GGUF
-    files have instead."""
+    """Family.adapt: joins the convolutions of q, k and v."""
     ours: dict[str, RawTensor] = {}
     linear = config.mixers(KDAConfig)
     for name, tensor in tensors.items():
         layer, _, part = name.partition(".self_attn.")
-        stem = f"{layer}.self_attn"
         if layer not in linear:
             ours[name] = tensor
         elif part == CONVS[0]:
             parts = [tensors.get(name.replace(part, each)) for each in CONVS]
-            if joined := _taps(f"{stem}.conv", parts, linear[layer]):
+            if joined := _taps(f"{layer}.self_attn.conv", parts, linear[layer]):
                 ours[joined.name] = joined
-        elif part == "A_log":
-            rate = tensor.shaped(math.prod(tensor.shape))
-            ours[f"{stem}.decay_rate"] = rate if from_gguf else rate.exp().affine(-1, 0)
-        elif part == "dt_bias":
-            ours[f"{stem}.decay_bias"] = tensor
+        elif part == "decay_rate":
+            ours[name] = tensor.shaped(math.prod(tensor.shape))
         elif part not in CONVS:
             ours[name] = tensor
     return ours
@@ -131,15 +126,13 @@ def _taps(name: str, parts: list[RawTensor | None], config: KDAConfig) -> RawTen
 
 
 def restore(arrays: Arrays, config: DecoderConfig, shape: tuple[int, ...] = (-1,)) -> Arrays:
-    """Family.restore: inverse of `adapt`. shape: of A_log."""
+    """Family.restore: inverse of `adapt`. shape: of decay rates."""
     theirs: Arrays = {}
     linear = config.mixers(KDAConfig)
     for name, array in arrays.items():
         stem, _, part = name.partition(".self_attn.")
         if part == "decay_rate":
-            theirs[f"{stem}.self_attn.A_log"] = exact.logs(-array).reshape(shape)
-        elif part == "decay_bias":
-            theirs[f"{stem}.self_attn.dt_bias"] = array
+            theirs[name] = array.reshape(shape)
         elif part == "conv":
             taps = array.reshape(linear[stem].conv_width, 3, -1)
             theirs |= {f"{stem}.self_attn.{each}": taps[:, i].T[:, None].copy() for i, each in enumerate(CONVS)}

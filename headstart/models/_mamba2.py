@@ -8,7 +8,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from headstart import exact
 from headstart.errors import ModelError
 from headstart.kernels.ops import RawTensor
 from headstart.kernels.specs import ScanSpec
@@ -16,13 +15,14 @@ from headstart.layers.build import DecoderConfig
 from headstart.layers.mamba2 import Mamba2Config
 from headstart.models import keys
 from headstart.models.keys import Config, flag, number
-from headstart.models.small import Arrays
 
 MAMBA, FULL = keys.LINEAR, keys.FULL
 KINDS = {"mamba": MAMBA, "mamba2": MAMBA, "attention": FULL}  # kinds of layers as older files call them
 MAX_TAPS, MAX_FEATURES = 16, 1 << 16
-PARTS: Mapping[str, str] = {".conv1d.": ".conv.", ".dt_bias": ".step_bias"}
-"""Hugging Face's names in a Mamba2 layer -> canonical names; `adapt` converts `A_log` and `D`."""
+PARTS: Mapping[str, str] = {
+    ".conv1d.": ".conv.", ".dt_bias": ".step_bias", ".A_log": ".decay_rate", ".mamba.D": ".mamba.skip",
+}  # fmt: skip
+"""Hugging Face's names in a Mamba2 layer -> canonical names."""
 GGUF: Mapping[str, str] = {
     **{f".linear_attn.{part}.": f".mamba.{part}." for part in ("norm", "out_proj")},
     **{
@@ -33,6 +33,7 @@ GGUF: Mapping[str, str] = {
     },
 }  # fmt: skip
 """Names.gguf of Mamba2 layers."""
+VECTORS = (".mamba.decay_rate", ".mamba.skip", ".mamba.norm.weight")
 HARMLESS: Mapping[str, str] = {
     **dict.fromkeys(("mamba_chunk_size", "chunk_size"), "the same numbers in pieces"),
     **dict.fromkeys(("mamba_expand", "expand"), "given by the number and size of heads"),
@@ -98,28 +99,8 @@ def kinds(config: Config, declared: object, known: tuple[str, ...] = (MAMBA, FUL
 
 
 def adapt(tensors: Mapping[str, RawTensor], config: DecoderConfig, from_gguf: bool) -> dict[str, RawTensor]:
-    """Family.adapt: turns A_log into decay rates, which GGUF files have, and renames skips."""
-    ours: dict[str, RawTensor] = {}
-    for name, tensor in tensors.items():
-        stem, _, part = name.rpartition(".mamba.")
-        if stem and part == "A_log":
-            ours[f"{stem}.mamba.decay_rate"] = tensor.exp().affine(-1, 0)
-        elif stem and part == "D":
-            ours[f"{stem}.mamba.skip"] = tensor
-        elif stem and part in ("decay_rate", "skip", "norm.weight") and len(tensor.shape) == 2:
-            ours[name] = tensor.shaped(math.prod(tensor.shape))
-        else:
-            ours[name] = tensor
-    return ours
-
-
-def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
-    """Family.restore: inverse of `adapt` for Hugging Face's names."""
-    theirs: Arrays = {}
-    for name, array in arrays.items():
-        stem, _, part = name.rpartition(".mamba.")
-        if stem and part == "decay_rate":
-            theirs[f"{stem}.mamba.A_log"] = exact.logs(-array)
-        else:
-            theirs[f"{stem}.mamba.D" if stem and part == "skip" else name] = array
-    return theirs
+    """Family.adapt: vectors, which are matrices in GGUF files."""
+    return {
+        name: tensor.shaped(math.prod(tensor.shape)) if name.endswith(VECTORS) and len(tensor.shape) == 2 else tensor
+        for name, tensor in tensors.items()
+    }

@@ -108,7 +108,7 @@ FAMILY = Family(
             ".attention.dense.": ".self_attn.o_proj.",
             ".attention.g_proj.": ".self_attn.gate_proj.",
             ".attention.": ".self_attn.",
-            **_kda.GATE,  # transformers' name
+            **_kda.PARTS,
             ".mlp.gate.expert_bias": ".mlp.gate.e_score_correction_bias",
             ".final_layernorm.": ".shared_head.norm.",
         },

@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from headstart import exact
 from headstart.errors import ModelError
 from headstart.heads.base import BlockSpec, HeadSpec
 from headstart.heads.kind import head_kind
@@ -22,6 +23,7 @@ from headstart.models.small import TINY, Arrays, random_arrays
 from headstart.text.image_prompt import ImageFormat
 
 NOTHING: Mapping[str, str] = {}
+DECAY_RATE = ".decay_rate"  # end of the canonical names of decay rates
 
 
 def drafter_spec(own: OwnDrafter, num_layers: int, vocab_size: int, layer: LayerConfig) -> HeadSpec:
@@ -113,6 +115,19 @@ class Family:
         """Whether `shifted_norms` include a canonical name."""
         return self.shifted_norms is not None and self.shifted_norms.search(name) is not None
 
+    def read_values(self, name: str, tensor: RawTensor) -> RawTensor:
+        """A tensor of Hugging Face's files as layers take it: factors of norms, decay rates in place of their
+        logarithms. name: canonical."""
+        if name.endswith(DECAY_RATE):
+            return tensor.exp().affine(-1, 0)
+        return tensor.affine(1, 1) if self.is_shifted(name) else tensor
+
+    def _stored_values(self, name: str, array: Any) -> Any:
+        """Inverse of `read_values`."""
+        if name.endswith(DECAY_RATE):
+            return exact.logs(-array)
+        return array - 1 if self.is_shifted(name) else array
+
     def layout(self, config: Config) -> MTPLayout | None:
         """Where a checkpoint with this config keeps its modules."""
         return next((each for each in self.variants if each.serves(config)), self.mtp)
@@ -161,7 +176,7 @@ class Family:
 
     def as_published(self, arrays: Arrays, config: DecoderConfig) -> Arrays:
         """Converts canonical arrays to the names and shapes of Hugging Face's files."""
-        arrays = {name: array - 1 if self.is_shifted(name) else array for name, array in arrays.items()}
+        arrays = {name: self._stored_values(name, array) for name, array in arrays.items()}
         if self.restore:
             arrays = self.restore(arrays, config)
         if self.head and not self.names.of_modules:

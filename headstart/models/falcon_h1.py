@@ -99,7 +99,6 @@ FAMILY = Family(
         gguf=_mamba2.GGUF,
     ),
     adapt=adapt,
-    restore=_mamba2.restore,
     aliases=("falcon-h1",),
     small={
         "model_type": "falcon_h1", "architectures": ["FalconH1ForCausalLM"], "mamba_n_heads": 6, "mamba_d_head": 16,

@@ -131,7 +131,7 @@ FAMILY = Family(
     names=Names(
         WRAPPED,
         parts={
-            **_kda.GATE,
+            **_kda.PARTS,
             ".indexer.index_kpool_compress_gate": ".indexer.pool_gate",
             ".indexer.index_kpool_compress_ape": ".indexer.pool_bias",
             ".hc_attn_": ".mixer_streams.",

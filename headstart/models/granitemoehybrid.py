@@ -93,7 +93,7 @@ def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool)
 def restore(arrays: Arrays, config: DecoderConfig) -> Arrays:
     """Family.restore: fuses gate and up, stacks experts, and names dense MLPs as shared experts."""
     dense = _dense(config)
-    joined = join(_mamba2.restore(arrays, config), config, qkv=False, gate_up=True)
+    joined = join(arrays, config, qkv=False, gate_up=True)
     return {
         name.replace(".mlp.", SHARED) if name.partition(".mlp.")[0] in dense else name: array
         for name, array in stacked_experts(joined, config).items()

@@ -36,7 +36,7 @@ IN_GGUF = {
 }  # fmt: skip
 """What llama.cpp takes for granted."""
 PARTS = {
-    **SPARSE_BLOCK, **_kda.GATE,
+    **SPARSE_BLOCK, **_kda.PARTS,
     ".block_sparse_moe.routed_expert_down_proj.": ".mlp.fc1_latent_proj.",
     ".block_sparse_moe.routed_expert_up_proj.": ".mlp.fc2_latent_proj.",
     ".block_sparse_moe.routed_expert_norm.": ".mlp.latent_norm.",
@@ -105,7 +105,7 @@ def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool)
             ours[name] = tensor.shaped(1, size)
             ours[norm] = make_tensor(norm, (size,), "F32", np.ones(size, np.float32).view(np.uint8))
     for prefix, mixer in config.mixers(KDAConfig).items():
-        name = f"{prefix}.self_attn.A_log"
+        name = f"{prefix}.self_attn.decay_rate"
         if (rates := tensors.get(name)) is not None and len(rates.shape) == 1:
             ours[name] = rates.take_rows(np.arange(min(mixer.num_heads, rates.shape[0])))
     return _kda.adapt(ours, config, from_gguf)

@@ -11,7 +11,7 @@ from headstart.layers.parts import MixerConfig
 from headstart.models import _kda, _latent, keys
 from headstart.models.base import Family
 from headstart.models.keys import Config, number
-from headstart.models.names import PREFIXES, SPARSE_BLOCK, Names
+from headstart.models.names import DECAY, PREFIXES, SPARSE_BLOCK, Names
 
 LLAMA_CPP = "kimi-linear"
 SERVED = {
@@ -57,7 +57,7 @@ FAMILY = Family(
         **dict.fromkeys(("rope_theta", "rope_scaling", "max_position_embeddings"), "positions are not rotated"),
         **dict.fromkeys(THEIRS, "given by another key"),
     },
-    names=Names(PREFIXES, SPARSE_BLOCK, gguf=_kda.GGUF),
+    names=Names(PREFIXES, {**SPARSE_BLOCK, **DECAY}, gguf=_kda.GGUF),
     adapt=_kda.adapt,
     restore=lambda arrays, config: _kda.restore(arrays, config, shape=(1, 1, -1, 1)),
     aliases=(LLAMA_CPP,),

@@ -52,6 +52,8 @@ SPARSE_BLOCK: Mapping[str, str] = {
     ".block_sparse_moe.experts.{i}.w3.": ".mlp.experts.{i}.up_proj.",
 }
 """Parts of names of experts beside dense MLPs, where experts have Mixtral's names and MLPs Llama's."""
+DECAY: Mapping[str, str] = {".A_log": ".decay_rate", ".dt_bias": ".decay_bias"}
+"""Parts of names of linear attention with a decay."""
 ALL_NORMS = re.compile(r"norm(_hidden|_embedding)?\.weight$")
 """Canonical names of all norms, those of MTP modules included."""
 GGUF_GATE: Mapping[str, str] = {".linear_attn.in_proj_z.": ".self_attn.gate_proj."}
@@ -68,9 +70,9 @@ PartRule = tuple[re.Pattern[str], str]
 class Names:
     """Table of a family's tensor names.
 
-    Published prefixes are compared without those of formats.base.WRAPPER. The longest matching prefix is used, and all
-    parts in their order. `{i}` stands for a number, equal on both sides; it is 0 if only the canonical prefix has it. If
-    several published prefixes have one canonical prefix, the first is written.
+    Published names are read without the prefixes of formats.base.WRAPPER. The longest matching prefix is used, and all
+    parts in their order. `{i}` stands for a number, equal on both sides; it is 0 if only the canonical prefix has it.
+    If several published prefixes have one canonical prefix, the first is written.
     """
 
     # published prefix -> canonical prefix; None: the tensor is ignored

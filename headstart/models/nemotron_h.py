@@ -128,8 +128,8 @@ PARTS = {
     ".mixer.out_proj.": ".mamba.out_proj.",
     ".mixer.conv1d.": ".mamba.conv.",
     ".mixer.dt_bias": ".mamba.step_bias",
-    ".mixer.A_log": ".mamba.A_log",
-    ".mixer.D": ".mamba.D",
+    ".mixer.A_log": ".mamba.decay_rate",
+    ".mixer.D": ".mamba.skip",
     ".mixer.norm.": ".mamba.norm.",
     **{f".mixer.{part}": f".mlp.{part}" for part in ("gate.", "experts.", "shared_experts.", "up_proj.", "down_proj.")},
     **{f".mixer.fc{i}_latent_proj.": f".mlp.fc{i}_latent_proj." for i in (1, 2)},
@@ -180,7 +180,6 @@ FAMILY = Family(
     head=HeadSpec(),
     mtp=MTPLayout(title="Nemotron-H", max_modules=1, rope="none", llama_cpp=GGUF),
     adapt=_mamba2.adapt,
-    restore=_mamba2.restore,
     aliases=GGUF,
     nested=True,
     small={

@@ -42,7 +42,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
     r".*\.self_attn\.o_proj": ("hidden", "queries"),
     r".*\.mamba\.in_proj": ("inner inner states states heads", "hidden"),
     r".*\.mamba\.conv": ("inner states states",),
-    r".*\.mamba\.(A_log|D|step_bias)": ("heads",),
+    r".*\.mamba\.(decay_rate|skip|step_bias)": ("heads",),
     r".*\.mamba\.norm": ("inner",),
     r".*\.mamba\.out_proj": ("hidden", "inner"),
     r".*\.mlp\.up_proj": ("mlp", "hidden"),
@@ -58,7 +58,7 @@ AXES: Mapping[str, tuple[str, ...]] = {
 """Canonical name without its last word -> dimensions of rows and of columns; several lie one after the other."""
 EQUAL = ("vocab_size", "head_dim", "ssm_state_size")  # sizes that are never cut
 SCALES = ("weight_scale", "weight_scale_inv")  # last words of tensors with a value for several rows or columns
-WORDS = ("weight", "bias", "e_score_correction_bias", "A_log", "D", "step_bias", *SCALES)
+WORDS = ("weight", "bias", "e_score_correction_bias", "decay_rate", "skip", "step_bias", *SCALES)
 
 
 def sliced(checkpoint: Checkpoint, name: str | None) -> Checkpoint:

@@ -298,7 +298,7 @@ def split_by_layers(
 def renamed_tensors(
     read: Mapping[str, RawTensor], family: Family, config: DecoderConfig, *, from_gguf: bool
 ) -> dict[str, RawTensor]:
-    """Tensors under canonical names, fused matrices split, norm weights as factors. MTP modules keep layer names."""
+    """Tensors under canonical names, fused matrices split, values as layers take them. MTP modules keep layer names."""
     rename = family.names.of_gguf if from_gguf else family.names.canonical
     named = ((rename(name), tensor) for name, tensor in read.items())
     tensors = split_joined({name: tensor for name, tensor in named if name is not None}, config)
@@ -306,7 +306,7 @@ def renamed_tensors(
         tensors = family.adapt(tensors, config, from_gguf)
     if from_gguf:
         return tensors
-    return {name: each.affine(1, 1) if family.is_shifted(name) else each for name, each in tensors.items()}
+    return {name: family.read_values(name, each) for name, each in tensors.items()}
 
 
 def _half_split(tensors: Mapping[str, RawTensor], config: DecoderConfig) -> dict[str, RawTensor]:
