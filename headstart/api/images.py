@@ -13,7 +13,8 @@ from typing import Any
 from headstart.core import PlacedImage
 from headstart.engine.load import Model
 from headstart.errors import CapacityError, ContextError, ParameterError, UsageError
-from headstart.text.images import Image, ImageError, VisionTower, read_image
+from headstart.text.image_prompt import ImageProcessor
+from headstart.text.images import Image, ImageError, read_image
 
 Message = Mapping[str, Any]
 IMAGES = ("image_url", "image", "input_image")
@@ -90,7 +91,7 @@ def open_image(source: Any) -> Image:
     return read_image(source)
 
 
-def check_tower(model: Model) -> VisionTower:
+def check_tower(model: Model) -> ImageProcessor:
     """The tower of a model. Raises UsageError without one."""
     if model.tower is not None:
         return model.tower
@@ -100,7 +101,7 @@ def check_tower(model: Model) -> VisionTower:
 
 
 def encode_images(
-    tower: VisionTower, prompt: tuple[Seq[int], str], sources: Seq[Any], max_tokens: int,
+    tower: ImageProcessor, prompt: tuple[Seq[int], str], sources: Seq[Any], max_tokens: int,
     read: Callable[[Any], Image] = open_image,
 ) -> EncodedPrompt:  # fmt: skip
     """The prompt (token ids with placeholders, and its text) with the images that `read` makes of the sources. Raises
@@ -119,7 +120,7 @@ def encode_images(
     return EncodedPrompt(ids, prompt[1], tuple(images))
 
 
-def with_placeholders(tower: VisionTower, text: str, count: int) -> str:
+def with_placeholders(tower: ImageProcessor, text: str, count: int) -> str:
     """A raw text with one placeholder for each image. Missing placeholders are put before the text."""
     return tower.placeholder * (count - text.count(tower.placeholder)) + text
 

@@ -37,7 +37,7 @@ from headstart.params import parameters, recommended
 from headstart.text.chat import ChatTemplate
 from headstart.text.conversation import Conversation
 from headstart.text.grammar_spec import GrammarSpec, with_subschemas
-from headstart.text.images import VisionTower
+from headstart.text.image_prompt import ImageProcessor
 from headstart.wording import errors_with_keywords
 
 if TYPE_CHECKING:
@@ -303,7 +303,7 @@ class LLM:
         }
 
     @property
-    def tower(self) -> VisionTower | None:
+    def tower(self) -> ImageProcessor | None:
         """The model's vision tower; None: it reads text only."""
         self._check_open()
         return self.model.tower

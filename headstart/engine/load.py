@@ -45,7 +45,6 @@ from headstart.models.tensors import (
     unused_tensors,
 )
 from headstart.text.image_prompt import ImageProcessor
-from headstart.text.images import VisionTower
 from headstart.text.tokenizer import Tokenizer
 from headstart.wording import LEAVE_OUT, named
 
@@ -69,7 +68,7 @@ class Model:
     decoder: Decoder
     tokenizer: Tokenizer
     head: Head | None
-    tower: VisionTower | None = None  # None: the model reads text only
+    tower: ImageProcessor | None = None  # None: the model reads text only
     vision: VisionNetwork | None = None  # set with `tower`
     no_tower: str = ""  # why the vision tower that the config promises is not used, and the remedy
     broken_head: str = ""  # why the MTP head that the config promises is not used, and the remedy

@@ -28,7 +28,8 @@ from headstart.server.schema import (
 )
 from headstart.text.conversation import Conversation
 from headstart.text.grammar_spec import GrammarSpec, ToolCalls
-from headstart.text.images import Image, ImageError, VisionTower, decode_image
+from headstart.text.image_prompt import ImageProcessor
+from headstart.text.images import Image, ImageError, decode_image
 from headstart.text.infill import infill_prompt
 from headstart.text.parsers import Parser, is_opened, make_parser
 from headstart.text.tool_text import with_functions, with_plain_calls
@@ -246,7 +247,7 @@ def _variables(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
     return variables
 
 
-def check_images(llm: LLM, count: int) -> VisionTower:
+def check_images(llm: LLM, count: int) -> ImageProcessor:
     """The vision tower for a request with `count` images. Raises UsageError without one, or for too many."""
     tower = check_tower(llm.model)
     if count > limits.IMAGES:

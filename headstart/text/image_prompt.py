@@ -130,21 +130,23 @@ class PreparedImage:
 
 @dataclass(frozen=True)
 class ImageProcessor:
-    """Prepares images for one model. Implements text.images.VisionTower."""
+    """Prepares images for one model. `prepare` may run in several threads at once."""
 
     format: ImageFormat
     tokenizer: Tokenizer
 
     @property
     def placeholder(self) -> str:
+        """The text for one image in a prompt."""
         return self.format.placeholder
 
     @property
     def max_patches(self) -> int:
+        """Patches that the tower computes at once."""
         return self.format.max_patches
 
     def prepare(self, image: Image) -> PreparedImage:
-        """The resized image (antialiased) as patches."""
+        """The resized image (antialiased) as patches. Raises ImageError for a size that the tower does not take."""
         from PIL import Image as Pillow, ImageOps  # only images need it
 
         spec, pixels = self.format, Pillow.fromarray(image.pixels)
@@ -194,8 +196,9 @@ class ImageProcessor:
     def expand(
         self, prompt_ids: Sequence[int], images: Sequence[PreparedImage]
     ) -> tuple[list[int], tuple[PlacedImage, ...]]:
-        """See text.images.VisionTower.expand. Newlines around an image become one token with those next to them, as
-        in the tokens of the whole text."""
+        """Token ids with the rows of each image in place of its placeholder, and the images for `Request.images`.
+        Newlines around an image become one token with those next to them, as in the tokens of the whole text. Raises
+        UsageError if the numbers of placeholders and images differ."""
         spec, marker, found = self.format, self._id_of(self.format.marker), list[PlacedImage]()
         if (count := sum(token == marker for token in prompt_ids)) != len(images):
             message = f"the prompt has {count} placeholders {spec.marker} for {len(images)} images"

@@ -7,11 +7,10 @@ limits of time, memory and pixels. It is started with the first image.
 import hashlib
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,26 +27,6 @@ _MODULE = "headstart.text._image_process"
 
 class ImageError(UsageError):
     """An image that cannot be read."""
-
-
-class VisionTower(Protocol):
-    """The part of a model that reads images. `prepare` may run in several threads at once."""
-
-    @property
-    def placeholder(self) -> str:
-        """The text that stands for one image in a prompt."""
-
-    @property
-    def max_patches(self) -> int:
-        """Patches that the tower computes at once."""
-
-    def prepare(self, image: "Image") -> Any:
-        """An image as the tower computes it, resized and normalized, without its pixels. Raises CapacityError or
-        ImageError for an image of a size that the tower does not take."""
-
-    def expand(self, prompt_ids: Sequence[int], images: Sequence[Any]) -> tuple[list[int], tuple[Any, ...]]:
-        """Token ids with the rows of each prepared image in place of its placeholder, and the images for
-        `Request.images`. Raises UsageError if the numbers of placeholders and images differ."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -78,8 +78,7 @@ class InvokeParser(TaggedArgumentsParser):
             yield from self._value(name, key, f"</{self.bar}parameter>")
         self._complete_arguments()
         self._drop_read_text()
-        for block in self.blocks:
-            yield from self._ending(f"</{self.bar}{block}>")
+        yield from self._ending(*(f"</{self.bar}{block}>" for block in self.blocks))
 
     def _value(self, function: str, key: str, end: str) -> Steps[None]:
         """Read a parameter. Begins after the closing quote of its name, ends after its end tag."""

@@ -29,9 +29,7 @@ class DeepSeekV3Parser(MarkedToolParser):
         self._announce(name)
         yield from self._stream_arguments("\n" + _FENCE + CALL_END, _FENCE + CALL_END, CALL_END)
         yield from self._drop_strays()
-        yield from self._ending(_FENCE)
-        yield from self._ending(CALL_END)
-        yield from self._ending(CALLS_END)
+        yield from self._ending(_FENCE, CALL_END, CALLS_END)
 
 
 PARSER = DeepSeekV3Parser

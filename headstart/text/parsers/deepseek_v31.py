@@ -18,8 +18,7 @@ class DeepSeekV31Parser(MarkedToolParser):
         self._announce(name)
         yield from self._stream_arguments(CALL_END)
         yield from self._drop_strays()
-        yield from self._ending(CALL_END)
-        yield from self._ending(CALLS_END)
+        yield from self._ending(CALL_END, CALLS_END)
 
 
 PARSER = DeepSeekV31Parser

@@ -2,7 +2,7 @@
 
 import json
 
-from headstart.text.parsers.stream import MAX_NESTING, EndOfText, Mismatch, Sink, Steps, escape_json, word_as_json
+from headstart.text.parsers.stream import MAX_NESTING, Mismatch, Sink, Steps, escape_json
 from headstart.text.parsers.tools import MarkedToolParser
 
 _END, _QUOTE = "<tool_call|>", '<|"|>'
@@ -60,20 +60,11 @@ class Gemma4Parser(MarkedToolParser):
         elif opened:
             yield from self._items("[]", "]", sink, lambda separator: self._element(separator, sink, depth - 1))
         else:
-            yield from self._scalar_value(sink)
+            yield from self._word(sink, _QUOTE)
 
     def _element(self, separator: str, sink: Sink, depth: int) -> Steps[None]:
         sink(separator)
         yield from self._value(sink, depth)
-
-    def _scalar_value(self, sink: Sink) -> Steps[None]:
-        word = yield from self._read_word()
-        if self._is_closed and _QUOTE.startswith(self._text[self._position :]):
-            raise EndOfText
-        if not word:
-            sink("null")
-            raise Mismatch
-        sink(word_as_json(word))
 
 
 PARSER = Gemma4Parser

@@ -24,8 +24,7 @@ class KimiK2Parser(MarkedToolParser):
         self._announce(named[1])
         yield from self._stream_arguments(_CALL_END)
         yield from self._drop_strays()
-        yield from self._ending(_CALL_END)
-        yield from self._ending(_CALLS_END)
+        yield from self._ending(_CALL_END, _CALLS_END)
 
 
 PARSER = KimiK2Parser

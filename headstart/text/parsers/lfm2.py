@@ -17,10 +17,8 @@ class Lfm2Parser(PythonCallParser, MarkedToolParser):
     def _call(self, opened: str) -> Steps[None]:
         yield from self._skip_space()
         yield from self._expect("[")
-        yield from self._skip_space()
-        if (yield from self._call_list()):
-            yield from self._ending("]")
-            yield from self._ending(_END)
+        if (yield from self._call_list(self._python_call)):
+            yield from self._ending("]", _END)
         else:
             yield from self._drop_leftover()
 

@@ -16,7 +16,10 @@ class MistralParser(ObjectCallParser, MarkedToolParser):
     def _call(self, opened: str) -> Steps[None]:
         yield from self._skip_space()
         if (yield from self._accept("[")):
-            yield from self._array()
+            if (yield from self._call_list(lambda: self._read_object_call("]"))):
+                yield from self._ending("]")
+                yield from self._drop_strays()
+                yield from self._next("]")
             return
         name = yield from self._name()
         if (yield from self._accept(_ID)):
@@ -26,26 +29,6 @@ class MistralParser(ObjectCallParser, MarkedToolParser):
         self._announce(name)
         yield from self._stream_arguments(_OPEN)
         yield from self._drop_strays()
-
-    def _array(self) -> Steps[None]:
-        first = True
-        while True:
-            yield from self._skip_space()
-            try:
-                yield from self._read_object_call("]")
-            except Mismatch as reason:
-                if first:
-                    raise
-                self._abort_call(reason)
-                return
-            first = False
-            yield from self._skip_space()
-            if not (yield from self._accept(",")):
-                break
-            self._begin_call()
-        yield from self._ending("]")
-        yield from self._drop_strays()
-        yield from self._next("]")
 
 
 PARSER = MistralParser

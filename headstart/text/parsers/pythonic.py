@@ -2,7 +2,7 @@
 
 import re
 
-from headstart.text.parsers.stream import MAX_NESTING, EndOfText, Mismatch, Sink, Steps, escape_json, word_as_json
+from headstart.text.parsers.stream import MAX_NESTING, Mismatch, Sink, Steps, escape_json
 from headstart.text.parsers.tools import ToolParser
 
 _CLOSER = {"[": "]", "(": ")", "{": "}"}
@@ -17,24 +17,6 @@ class PythonCallParser(ToolParser):
     strays = (")",)
     writes_json = True
     _tools_only = False  # True: only calls of the request's tools count, since without markers any list could be a call
-
-    def _call_list(self) -> Steps[bool]:
-        """Read calls separated by commas, after `[`. Returns False if a later call was malformed."""
-        first = True
-        while True:
-            try:
-                yield from self._python_call()
-            except Mismatch as reason:
-                if first:
-                    raise
-                self._abort_call(reason)
-                return False
-            first = False
-            yield from self._skip_space()
-            if not (yield from self._accept(",")):
-                return True
-            self._begin_call()
-            yield from self._skip_space()
 
     def _python_call(self) -> Steps[None]:
         name = yield from self._name()
@@ -114,15 +96,6 @@ class PythonCallParser(ToolParser):
         except (ValueError, OverflowError):
             return f"\\{kind}{digits}"
 
-    def _word(self, sink: Sink) -> Steps[None]:
-        word = yield from self._read_word()
-        if self._is_closed and self._position == len(self._text):
-            raise EndOfText
-        if not word:
-            sink("null")
-            raise Mismatch
-        sink(word_as_json(word))
-
 
 class PythonicParser(PythonCallParser):
     """The answer is a list of calls of the request's tools. Other answers, and text after the list, are content."""
@@ -137,8 +110,7 @@ class PythonicParser(PythonCallParser):
             yield from self._accept("<|python_start|>", "<|python_tag|>")
             yield from self._skip_space()
             yield from self._expect("[")
-            yield from self._skip_space()
-            whole = yield from self._call_list()
+            whole = yield from self._call_list(self._python_call)
         except Mismatch as reason:
             self._abort_call(reason)
             return

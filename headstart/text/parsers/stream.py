@@ -226,17 +226,15 @@ class Parser(ABC):
                 return size
         return 0
 
-    def _ending(self, literal: str) -> Steps[None]:
-        """Read white space and `literal`, or a prefix of it at the end of the text; nothing if it does not follow."""
-        start = self._position
-        yield from self._skip_space()
-        taken = yield from self._accept(literal)
-        if taken:
-            return
-        if self._is_closed and literal.startswith(self._text[self._position :]):
-            self._position = len(self._text)
-        else:
-            self._position = start
+    def _ending(self, *literals: str) -> Steps[None]:
+        """Read each of `literals` that follows in turn, or a prefix of it at the end of the text, and white space
+        before it."""
+        for literal in literals:
+            start = self._position
+            yield from self._skip_space()
+            if not (yield from self._accept(literal)):
+                is_cut = self._is_closed and literal.startswith(self._text[self._position :])
+                self._position = len(self._text) if is_cut else start
 
 
 class PlainParser(Parser):

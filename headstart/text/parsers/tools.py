@@ -15,7 +15,17 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
-from headstart.text.parsers.stream import Arguments, EndOfText, Event, JsonValueParser, Mismatch, Sink, Steps, ToolCall
+from headstart.text.parsers.stream import (
+    Arguments,
+    EndOfText,
+    Event,
+    JsonValueParser,
+    Mismatch,
+    Sink,
+    Steps,
+    ToolCall,
+    word_as_json,
+)
 
 Tools: TypeAlias = Sequence[Mapping[str, Any]]  # the `tools` of an OpenAI request
 
@@ -178,6 +188,35 @@ class ToolParser(JsonValueParser):
             sink(brackets[1])
             raise
         sink(brackets[1])
+
+    def _word(self, sink: Sink, opening: str = "") -> Steps[None]:
+        """Read a constant, a number or another word, and emit it as JSON. Raises EndOfText if the text ends with it, or
+        with a prefix of `opening` after it."""
+        word = yield from self._read_word()
+        if self._is_closed and opening.startswith(self._text[self._position :]):
+            raise EndOfText
+        if not word:
+            sink("null")
+            raise Mismatch
+        sink(word_as_json(word))
+
+    def _call_list(self, read_call: Callable[[], Steps[None]]) -> Steps[bool]:
+        """Read calls separated by commas. Returns False if a call after the first was malformed."""
+        is_first = True
+        while True:
+            yield from self._skip_space()
+            try:
+                yield from read_call()
+            except Mismatch as reason:
+                if is_first:
+                    raise
+                self._abort_call(reason)
+                return False
+            is_first = False
+            yield from self._skip_space()
+            if not (yield from self._accept(",")):
+                return True
+            self._begin_call()
 
     def _next(self, *literals: str) -> Steps[str]:
         """Read white space and one of `literals`; returns it. If none follows, reads nothing and returns ""."""
