@@ -2,7 +2,9 @@
 
 import zlib
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -58,7 +60,7 @@ def in_memory(tensor: Any) -> Tensor:
 
 
 class Source(Protocol):
-    """A tensor whose rows can be taken."""
+    """The part of a RawTensor that other tensors are made of."""
 
     @property
     def name(self) -> str: ...
@@ -70,12 +72,8 @@ class Source(Protocol):
     def take_rows(self, rows: NDArray[np.int64]) -> Any:
         """A Tensor of rows [n]."""
 
-
-class Transposable(Source, Protocol):
-    """A matrix that can be transposed."""
-
     def transposed(self) -> Any:
-        """A Tensor in memory."""
+        """The transposed matrix, a Tensor in memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +107,7 @@ class RowSubset(Deferred):
 class Transposed(Deferred):
     """A RawTensor of the transpose of `source`."""
 
-    source: Transposable
+    source: Source
 
     @property
     def name(self) -> str:
@@ -157,9 +155,6 @@ class JoinedColumns(Deferred):
         values = np.hstack([part.take_rows(rows).float32() for part in self.parts])
         return make_tensor(self.name, values.shape, "F32", values.reshape(-1).view(np.uint8))
 
-    def part(self, index: int) -> Tensor:
-        return self.read().part(index)
-
 
 @dataclass(frozen=True, eq=False)
 class JoinedRows(Deferred):
@@ -188,10 +183,10 @@ class JoinedRows(Deferred):
         return make_tensor(self.name, (len(rows), self.shape[1]), dtype, data)
 
 
-def equal_parts(tensor: Source, count: int) -> list[RowSubset]:
-    """Matrices of equally many rows that are stored as one, in their order."""
-    rows = np.arange(tensor.shape[0], dtype=np.int64)
-    return [RowSubset(tensor, part) for part in np.split(rows, count)]
+def row_parts(tensor: Source, sizes: Mapping[str, int]) -> dict[str, RowSubset]:
+    """Matrices that are stored as one, by name. sizes: the number of rows of each, in their order."""
+    bounds = pairwise(accumulate(sizes.values(), initial=0))
+    return {name: RowSubset(tensor, np.arange(*each)) for name, each in zip(sizes, bounds, strict=True)}
 
 
 def unpermute_rows(tensor: Source, num_heads: int, rotary: int | None = None) -> RowSubset:

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from headstart.errors import ModelError
-from headstart.kernels.ops import AttentionSpec, RawTensor
+from headstart.kernels.ops import RawTensor
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import LayerConfig
@@ -83,15 +83,11 @@ def read(
         raise ModelError(f"config.json: vision_config is {written!r}, but must be an object")
     read, paired = {**DEFAULTS[model_type], **written}, model_type == "deepseek_v4"
     keys.refuse_others(read, {"hidden_act": "silu"})
-    hidden, heads = keys.number(read, "hidden_size"), keys.number(read, "num_attention_heads")
-    if hidden % (4 * heads):
-        raise ModelError(f"config.json: {heads} heads of {hidden} features in the vision tower")
-    dim, patch, merge = hidden // heads, keys.number(read, "patch_size"), keys.number(read, "downsample_ratio")
+    hidden, patch, merge = (keys.number(read, key) for key in ("hidden_size", "patch_size", "downsample_ratio"))
+    spec = _siglip.rotary_spec(read)
+    rope = axial_rope(spec.head_dim, keys.real(read, "rope_theta", 1e4))
     layer = LayerConfig(
-        mixer=AttentionConfig(
-            spec=AttentionSpec(heads, heads, dim, dim**-0.5), rope=axial_rope(dim, keys.real(read, "rope_theta", 1e4)),
-            qkv_bias=True, o_bias=True,
-        ),
+        mixer=AttentionConfig(spec=spec, rope=rope, qkv_bias=True, o_bias=True),
         mlp=MLPConfig(inner=keys.number(read, "intermediate_size")), eps=EPS,
     )  # fmt: skip
     vision = VisionConfig(

@@ -5,6 +5,7 @@ Formulas: transformers 5.24, `models/kimi_linear`, `models/bailing_hybrid`, `mod
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from headstart.kernels.ops import RawTensor
 from headstart.layers.build import DecoderConfig
 from headstart.layers.kda import KDAConfig
 from headstart.models import keys
-from headstart.models.keys import Config
+from headstart.models.keys import Config, number
 from headstart.models.names import DECAY, GGUF_GATE
 from headstart.models.small import Arrays
 
@@ -33,11 +34,14 @@ GGUF: Mapping[str, str] = {
 """Names.gguf of linear layers."""
 
 
-def mixer(
-    config: Config, *, heads: int, dim: int, width: int, bound: float, low_rank: bool, full_gate: bool = False,
-) -> KDAConfig:  # fmt: skip
-    """low_rank: the matrices of decay and gate are products; full_gate: not that of the gate. Raises ModelError for
-    impossible sizes."""
+def low_rank_mixer(config: Config, bound: float, *, full_gate: bool = False) -> KDAConfig:
+    """The mixer by the keys of `linear_config`, with products as matrices of decay and (not full_gate) gate."""
+    heads, dim, width = (number(config, f"linear_{key}") for key in ("num_heads", "head_dim", "conv_kernel_dim"))
+    return replace(mixer(config, heads, dim, width, bound), rank=dim, full_gate=full_gate)
+
+
+def mixer(config: Config, heads: int, dim: int, width: int, bound: float) -> KDAConfig:
+    """The mixer of these sizes. Raises ModelError for impossible ones."""
     if dim > MAX_DIM or not 2 <= width <= MAX_TAPS:
         raise ModelError(
             f"config.json: linear attention has heads of {dim} and a convolution of {width}",
@@ -45,8 +49,7 @@ def mixer(
         )
     if bound > 0 or not math.isfinite(bound):
         raise ModelError(f"config.json: the lower bound of log decays is {bound}, but must be a number below 0")
-    rank = dim if low_rank else 0
-    return KDAConfig(heads, dim, width, bound, rank=rank, full_gate=full_gate, activation=keys.activation(config))
+    return KDAConfig(heads, dim, width, bound, activation=keys.activation(config))
 
 
 def bound_of(config: Config, key: str, *, safe: bool) -> float:

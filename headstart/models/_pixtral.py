@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from headstart.errors import ModelError
 from headstart.formats.rows import unpermute_rows
-from headstart.kernels.ops import AttentionSpec, RawTensor, RopeSpec
+from headstart.kernels.ops import RawTensor, RopeSpec
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import LayerConfig
@@ -65,19 +64,14 @@ def read(config: Config, trunk: DecoderConfig, preparation: Config) -> tuple[Vis
 
 def _tower(config: dict[str, Any], outer: Config, trunk: DecoderConfig) -> VisionConfig:
     keys.refuse_others(config, {"num_channels": CHANNELS})
-    hidden, heads = keys.number(config, "hidden_size"), keys.number(config, "num_attention_heads")
+    spec = _siglip.rotary_spec(config)
     theta = keys.real(config.get("rope_parameters") or config, "rope_theta", 10000.0)
-    if hidden % (4 * heads):
-        raise ModelError(f"config.json: {heads} heads of {hidden} features in the vision tower")
-    dim = hidden // heads
+    hidden, dim = keys.number(config, "hidden_size"), spec.head_dim
     frequencies = theta ** (-np.arange(0, dim, 2) / dim)
     rope = RopeSpec(
         (*frequencies[0::2].tolist(), *frequencies[1::2].tolist()), dim, axes=(1,) * (dim // 4) + (2,) * (dim // 4)
     )
-    layer = LayerConfig(
-        mixer=AttentionConfig(spec=AttentionSpec(heads, heads, dim, dim**-0.5), rope=rope), mlp=keys.mlp(config),
-        eps=EPS,
-    )  # fmt: skip
+    layer = LayerConfig(mixer=AttentionConfig(spec=spec, rope=rope), mlp=keys.mlp(config), eps=EPS)
     activation = keys.activation({"hidden_act": outer.get("projector_hidden_act") or "gelu"})
     text, _ = keys.text_config(outer)
     return VisionConfig(

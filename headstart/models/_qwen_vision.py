@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from headstart.errors import ModelError
-from headstart.kernels.ops import AttentionSpec, RawTensor
+from headstart.kernels.ops import RawTensor
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import LayerConfig
@@ -83,14 +83,11 @@ def read(config: Config, trunk: DecoderConfig, preparation: Config) -> tuple[Vis
 
 def _tower(config: dict[str, Any], trunk: DecoderConfig) -> VisionConfig:
     keys.refuse_others(config, {"in_channels": CHANNELS, "in_chans": CHANNELS, "out_hidden_size": trunk.hidden_size})
-    hidden, heads, merge = (keys.number(config, key) for key in ("hidden_size", "num_heads", "spatial_merge_size"))
-    if hidden % (4 * heads):
-        raise ModelError(f"config.json: {heads} heads of {hidden} features in the vision tower")
-    dim, patch, is_windowed = hidden // heads, keys.number(config, "patch_size"), "window_size" in config
-    spec = AttentionSpec(heads, heads, dim, dim**-0.5)
+    hidden, merge, patch = (keys.number(config, key) for key in ("hidden_size", "spatial_merge_size", "patch_size"))
+    spec, is_windowed = _siglip.rotary_spec(config, "num_heads"), "window_size" in config
     gated = config["hidden_act"] == "silu"
     layer = LayerConfig(
-        mixer=AttentionConfig(spec=spec, rope=axial_rope(dim, ROPE_BASE), qkv_bias=True, o_bias=True),
+        mixer=AttentionConfig(spec=spec, rope=axial_rope(spec.head_dim, ROPE_BASE), qkv_bias=True, o_bias=True),
         mlp=MLPConfig(
             inner=keys.number(config, "intermediate_size"), activation=keys.activation(config), gated=gated, bias=True
         ),

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 
 from headstart.errors import ModelError
-from headstart.formats.rows import equal_parts
+from headstart.formats.rows import row_parts
 from headstart.kernels.ops import AttentionSpec, RawTensor
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.decoder import LayerConfig
 from headstart.layers.mlp import MLPConfig
 from headstart.layers.vision import CHANNELS, MergerConfig, VisionConfig
 from headstart.models import keys
+from headstart.models.keys import Config
 from headstart.models.names import Names
 
 TOWERS = ("vision_tower.", "vision_tower.vision_model.")
@@ -73,6 +74,14 @@ def tower(
     )  # fmt: skip
 
 
+def rotary_spec(config: Config, heads_key: str = "num_attention_heads") -> AttentionSpec:
+    """Attention of a tower whose heads turn by rows and columns. Raises ModelError for heads without such halves."""
+    hidden, heads = keys.number(config, "hidden_size"), keys.number(config, heads_key)
+    if hidden % (4 * heads):
+        raise ModelError(f"config.json: {heads} heads of {hidden} features in the vision tower")
+    return AttentionSpec(heads, heads, hidden // heads, (hidden // heads) ** -0.5)
+
+
 def split_joined(tensors: Mapping[str, RawTensor], parts: Mapping[str, tuple[str, ...]]) -> dict[str, RawTensor]:
     """The tensors with matrices and biases that are stored as one split by rows. parts: name of the joined one in
     a tensor's name -> names of its parts. A tensor whose rows do not split stays as it is."""
@@ -82,8 +91,9 @@ def split_joined(tensors: Mapping[str, RawTensor], parts: Mapping[str, tuple[str
         if joined is None or tensor.shape[0] % len(parts[joined]):
             found[name] = tensor
             continue
-        named = zip(parts[joined], equal_parts(tensor, len(parts[joined])), strict=True)
-        found |= {name.replace(joined, part): each for part, each in named}
+        size = tensor.shape[0] // len(parts[joined])
+        named = row_parts(tensor, dict.fromkeys(parts[joined], size))
+        found |= {name.replace(joined, part): each for part, each in named.items()}
     return found
 
 

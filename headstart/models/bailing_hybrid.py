@@ -13,7 +13,7 @@ from headstart.heads.base import HeadSpec
 from headstart.kernels.ops import RawTensor
 from headstart.layers.build import DecoderConfig
 from headstart.layers.parts import MixerConfig
-from headstart.models import _kda, _latent, keys
+from headstart.models import _kda, _latent, bailing_moe, keys
 from headstart.models.base import Family
 from headstart.models.keys import Config, flag, number
 from headstart.models.mtp import MTPLayout
@@ -21,8 +21,8 @@ from headstart.models.names import Names
 
 LLAMA_CPP = "bailingmoe3"
 SERVED = {
-    "use_bias": False, "use_qkv_bias": False, "use_rmsnorm": True, "norm_head": False, "norm_softmax": False,
-    "score_function": "sigmoid", "linear_silu": True, "mtp_use_kda": False, "no_kda_lora": True,
+    **bailing_moe.SERVED, "use_bias": False, "use_qkv_bias": False, "score_function": "sigmoid", "linear_silu": True,
+    "mtp_use_kda": False, "no_kda_lora": True,
     **dict.fromkeys(
         ("use_kda_lora", "use_mla_nope", "use_nGPT", "value_norm", "up_proj_norm", "scale_router_input"), False
     ),
@@ -56,7 +56,7 @@ def parse(config: Config) -> DecoderConfig:
     linear = _kda.mixer(
         config, heads=number(config, "linear_num_heads", default=latent.num_heads), dim=number(config, "head_dim"),
         width=number(config, "short_conv_kernel_size"),
-        bound=_kda.bound_of(config, "kda_lower_bound", safe=flag(config, "kda_safe_gate", True)), low_rank=False,
+        bound=_kda.bound_of(config, "kda_lower_bound", safe=flag(config, "kda_safe_gate", True)),
     )  # fmt: skip
     mixers: dict[str, MixerConfig] = {_kda.FULL: replace(latent, num_gates=num_gates), _kda.LINEAR: linear}
     dense, sparse = keys.mlp(config), keys.sigmoid_experts(config)
@@ -91,26 +91,17 @@ FAMILY = Family(
     },
     harmless={
         **_latent.HARMLESS,
-        **dict.fromkeys(("embedding_dropout", "output_dropout"), "training only"),
-        **dict.fromkeys(("router_dtype", "use_fp32_router"), "of sums, which are float32 here"),
+        **bailing_moe.HARMLESS,
         **dict.fromkeys(("rotary_dim", "partial_rotary_factor"), "given by qk_rope_head_dim"),
         **dict.fromkeys(("group_norm_size", "num_kv_heads_for_linear_attn", "use_qk_norm"), "of lightning attention"),
-        "max_window_layers": "no layer has a window",
-        "moe_router_enable_expert_bias": "such a tensor is read wherever there is one",
-        **dict.fromkeys(
-            ("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"),
-            "the width of one times their number",
-        ),
     },
     names=Names(
-        {"model.": "", "lm_head.": "lm_head.", "model.word_embeddings.": "embed_tokens."},
+        bailing_moe.NAMES.prefixes,
         parts={
-            ".attention.dense.": ".self_attn.o_proj.",
+            **bailing_moe.NAMES.parts,
             ".attention.g_proj.": ".self_attn.gate_proj.",
             ".attention.": ".self_attn.",
             **_kda.PARTS,
-            ".mlp.gate.expert_bias": ".mlp.gate.e_score_correction_bias",
-            ".final_layernorm.": ".shared_head.norm.",
         },
         gguf={**_kda.GGUF, ".f_a_proj.": ".f_proj.", ".g_a_proj.": ".gate_proj."},
     ),

@@ -14,10 +14,30 @@ from headstart.models.base import Family
 from headstart.models.joined import join
 from headstart.models.keys import Config, flag
 from headstart.models.mtp import MTPLayout
-from headstart.models.names import Names
+from headstart.models.names import PREFIXES, Names
 
 LLAMA_CPP = "bailingmoe2"
-SERVED = {"use_rmsnorm": True, "norm_head": False, "norm_softmax": False, "scoring_func": "sigmoid"}
+SERVED = {"use_rmsnorm": True, "norm_head": False, "norm_softmax": False}
+HARMLESS = {
+    **dict.fromkeys(("embedding_dropout", "output_dropout"), "training only"),
+    **dict.fromkeys(("router_dtype", "use_fp32_router"), "of sums, which are float32 here"),
+    "max_window_layers": "no layer has a window",
+    "moe_router_enable_expert_bias": "such a tensor is read wherever there is one",
+    **dict.fromkeys(
+        ("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"),
+        "the width of one times their number",
+    ),
+    "intermediate_size": "used only by dense layers",
+}
+NAMES = Names(
+    {**PREFIXES, "model.word_embeddings.": "embed_tokens."},
+    parts={
+        ".attention.dense.": ".self_attn.o_proj.",
+        ".mlp.gate.expert_bias": ".mlp.gate.e_score_correction_bias",
+        ".final_layernorm.": ".shared_head.norm.",
+    },
+)
+"""Names that Ling 2 and Ling 3 share."""
 
 
 def parse(config: Config) -> DecoderConfig:
@@ -45,27 +65,15 @@ FAMILY = Family(
         "moe_intermediate_size": 512, "routed_scaling_factor": 1.0, "n_shared_experts": 1,
     },
     harmless={
-        **dict.fromkeys(("embedding_dropout", "output_dropout"), "training only"),
-        **dict.fromkeys(("router_dtype", "use_fp32_router"), "of sums, which are float32 here"),
-        "rotary_dim": "given by partial_rotary_factor",
-        "rope_interleave": "of another attention",
-        "max_window_layers": "no layer has a window",
-        "moe_router_enable_expert_bias": "such a tensor is read wherever there is one",
-        **dict.fromkeys(
-            ("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size"),
-            "the width of one times their number",
-        ),
-        "intermediate_size": "used only by dense layers",
+        **HARMLESS, "rotary_dim": "given by partial_rotary_factor", "rope_interleave": "of another attention",
     },
     names=Names(
-        {"model.": "", "lm_head.": "lm_head.", "model.word_embeddings.": "embed_tokens."},
+        NAMES.prefixes,
         parts={
+            **NAMES.parts,
             ".attention.query_key_value.": ".self_attn.qkv_proj.",
-            ".attention.dense.": ".self_attn.o_proj.",
             ".attention.query_layernorm.": ".self_attn.q_norm.",
             ".attention.key_layernorm.": ".self_attn.k_norm.",
-            ".mlp.gate.expert_bias": ".mlp.gate.e_score_correction_bias",
-            ".final_layernorm.": ".shared_head.norm.",
         },
     ),
     restore=partial(join, qkv=True, gate_up=False),

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from headstart.errors import ModelError
-from headstart.formats.rows import RowSubset
+from headstart.formats.rows import row_parts
 from headstart.heads.base import HeadSpec
 from headstart.kernels.ops import RawTensor
 from headstart.kernels.specs import CandidateSpec, CompressSpec, NGramSpec
@@ -145,9 +145,8 @@ def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool)
     hidden = config.hidden_size
     for name, tensor in deepseek_v4.adapt(tensors, config, from_gguf).items():
         if name.endswith(JOINED):
-            ends, stem = (0, tensor.shape[0] - hidden, tensor.shape[0]), name.removesuffix("kv_proj.weight")
-            for part, first, last in zip(("key", "value"), ends[:-1], ends[1:], strict=True):
-                ours[f"{stem}{part}_proj.weight"] = RowSubset(tensor, np.arange(first, last))
+            stem, num_keys = name.removesuffix("kv_proj.weight"), tensor.shape[0] - hidden
+            ours |= row_parts(tensor, {f"{stem}key_proj.weight": num_keys, f"{stem}value_proj.weight": hidden})
         else:
             ours[name] = tensor.shaped(config.num_streams * hidden) if name.endswith(FLAT) else tensor
     return ours

@@ -13,13 +13,14 @@ from typing import Any
 from headstart.errors import ModelError
 from headstart.heads.base import HeadSpec
 from headstart.kernels.ops import RawTensor
-from headstart.kernels.specs import IndexSpec, StreamSpec
+from headstart.kernels.specs import IndexSpec
 from headstart.layers.build import DecoderConfig
 from headstart.layers.indexer import IndexerConfig
 from headstart.layers.mla import MLAConfig
 from headstart.layers.parts import MixerConfig
 from headstart.models import _kda, _latent, keys
 from headstart.models.base import Family
+from headstart.models.deepseek_v4 import stream_spec
 from headstart.models.hy_v4 import limited_activation
 from headstart.models.keys import Config, flag, number, real
 from headstart.models.mtp import MTPLayout
@@ -36,19 +37,13 @@ def parse(config: Config) -> DecoderConfig:
     config, tied = keys.text_config(config)
     keys.refuse_others(config, SERVED | ({"swiglu_limits_shared": config.get("swiglu_limits")} if gguf else {}))
     config = _kda.of_gguf(config) if gguf else _kda.linear_config(config)
-    linear = _kda.mixer(
-        config, heads=number(config, "linear_num_heads"), dim=number(config, "linear_head_dim"),
-        width=number(config, "linear_conv_kernel_dim"), low_rank=True,
-        bound=_kda.bound_of(config, "linear_lower_bound", safe=flag(config, "linear_safe_gate", True)),
-    )  # fmt: skip
+    bound = _kda.bound_of(config, "linear_lower_bound", safe=flag(config, "linear_safe_gate", True))
+    linear = _kda.low_rank_mixer(config, bound)
     mixers: dict[str, MixerConfig] = {_kda.LINEAR: linear, INDEXED: _latent_mixer(config)}
     activation = limited_activation(config)
     dense = replace(keys.mlp(config), activation=activation)
     sparse = replace(keys.sigmoid_experts(config), activation=activation)
-    streams = StreamSpec(
-        number(config, "hc_mult", default=4), number(config, "hc_sinkhorn_iters", default=20),
-        real(config, "hc_eps", 1e-6), weighted_end=False,
-    )  # fmt: skip
+    streams = replace(stream_spec(config), weighted_end=False)
     own = [mixers[kind] for kind in _kinds(config)]
     layers = keys.mixed_layers(config, own, dense, sparse, default=3, streams=streams)
     module = keys.layer(config, mixers[INDEXED], sparse)

@@ -51,7 +51,9 @@ PARTS: Mapping[str, str] = {
 
 
 def parse(config: Config) -> DecoderConfig:
-    keys.refuse_gguf(config, LLAMA_CPP)
+    if config.get("model_type") == LLAMA_CPP:
+        hint = "use the model's safetensors; other engines run the file: headstart launch llamacpp FILE.gguf"
+        raise ModelError(f"GGUF files of {LLAMA_CPP} models are not read", hint)
     config, tied = keys.text_config(config)
     keys.refuse_others(config, SERVED)
     dense = MLPConfig(inner=number(config, "dense_intermediate_size", "intermediate_size"))

@@ -2,12 +2,11 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from headstart.formats.rows import RowSubset, Transposed
+from headstart.formats.rows import RowSubset, Transposed, row_parts
 from headstart.kernels.ops import RawTensor
 from headstart.layers.attention import AttentionConfig
 from headstart.layers.build import DecoderConfig
@@ -30,7 +29,7 @@ def split_joined(tensors: Mapping[str, RawTensor], config: DecoderConfig) -> dic
                 if joined == GATE_UP and name not in found and up in found and found[up].shape[0] == rows:
                     name = up
                 if name in found and found[name].shape[0] == rows:
-                    found |= _split_rows(found.pop(name), prefix, parts, end)
+                    found |= {f"{prefix}.{p}.{end}": each for p, each in row_parts(found.pop(name), parts).items()}
     return found
 
 
@@ -63,12 +62,6 @@ def _parts(layer: LayerConfig) -> dict[str, dict[str, int]]:
         names = (f"mlp.shared_experts.{part}_proj" for part in ("gate", "up"))
         found[SHARED_GATE_UP] = dict.fromkeys(names, layer.mlp.shared)
     return found
-
-
-def _split_rows(whole: RawTensor, layer: str, parts: Mapping[str, int], end: str) -> dict[str, RawTensor]:
-    bounds = np.cumsum([0, *parts.values()])
-    ranges = [np.arange(begin, stop) for begin, stop in pairwise(bounds)]
-    return {f"{layer}.{part}.{end}": RowSubset(whole, rows) for part, rows in zip(parts, ranges, strict=True)}
 
 
 def join(arrays: Arrays, config: DecoderConfig, *, qkv: bool, gate_up: bool) -> Arrays:

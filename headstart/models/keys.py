@@ -2,7 +2,8 @@
 for a value that selects an unsupported variant."""
 
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -104,13 +105,6 @@ def image_statistics(preparation: Config) -> tuple[tuple[float, ...], tuple[floa
     return mean, std
 
 
-def refuse_gguf(config: Config, name: str) -> None:
-    """Raises ModelError for a GGUF file (model_type `name`), which the family does not read."""
-    if config.get("model_type") == name:
-        hint = "use the model's safetensors; other engines run the file: headstart launch llamacpp FILE.gguf"
-        raise ModelError(f"GGUF files of {name} models are not read", hint)
-
-
 def attention(
     config: Config, *, scale: float | None = None, window: int = 0, softcap: float = 0.0, value_dim: int = 0,
     chunk: int = 0, rotated: bool = True, **switches: Any,
@@ -136,14 +130,15 @@ def biases(config: Config, *, default: bool = False, own_output: bool = False) -
     return {"qkv_bias": bias, "o_bias": flag(config, "attention_out_bias", bias) if own_output else bias}
 
 
-def windows(config: Config) -> list[int]:
+def windows(config: Config, slides: Callable[[int, int], bool] = operator.ge) -> list[int]:
     """Sliding window of each layer in positions, 0: unlimited; by Qwen2's keys. `layer_types` names the layers with a
-    window; without it they are those from `max_window_layers` on."""
+    window; without it they are those from `max_window_layers` on. slides: (layer, max_window_layers) -> another rule
+    for the latter."""
     count = num_layers(config)
     written = number(config, "sliding_window", default=0, least=0)  # unused in most files
     window = written if flag(config, "use_sliding_window") else 0
     first = number(config, "max_window_layers", default=0, least=0)
-    unlisted = [SLIDING if window and i >= first else FULL for i in range(count)]
+    unlisted = [SLIDING if window and slides(i, first) else FULL for i in range(count)]
     kinds = layer_kinds(config, (FULL, SLIDING) if window else (FULL,), unlisted)
     return [window if kind == SLIDING else 0 for kind in kinds]
 

@@ -56,11 +56,8 @@ def parse(config: Config) -> DecoderConfig:
     kinds = _kda.kinds_of(config)
     if kinds is None:
         raise ModelError("config.json: linear_attn_config names no layers", "known: full_attn_layers and kda_layers")
-    linear = _kda.mixer(
-        config, heads=number(config, "linear_num_heads"), dim=number(config, "linear_head_dim"),
-        width=number(config, "linear_conv_kernel_dim"), bound=_kda.bound_of(config, "linear_lower_bound", safe=True),
-        low_rank=True, full_gate=flag(config, "linear_full_gate"),
-    )  # fmt: skip
+    bound = _kda.bound_of(config, "linear_lower_bound", safe=True)
+    linear = _kda.low_rank_mixer(config, bound, full_gate=flag(config, "linear_full_gate"))
     eps = real(config, "rms_norm_eps", 1e-6)
     latent = replace(_latent.mixer(config), rope=None, eps=eps)
     if flag(config, "mla_use_output_gate"):

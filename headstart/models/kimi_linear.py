@@ -29,10 +29,7 @@ def parse(config: Config) -> DecoderConfig:
     kinds = _kda.kinds_of(config)
     if kinds is None:
         kinds = [_kda.FULL if i and i % 4 == 0 else _kda.LINEAR for i in range(keys.num_layers(config))]
-    linear = _kda.mixer(
-        config, heads=number(config, "linear_num_heads"), dim=number(config, "linear_head_dim"),
-        width=number(config, "linear_conv_kernel_dim"), bound=0.0, low_rank=True,
-    )  # fmt: skip
+    linear = _kda.low_rank_mixer(config, bound=0.0)
     mixers: dict[str, MixerConfig] = {_kda.FULL: replace(_latent.mixer(config), rope=None), _kda.LINEAR: linear}
     dense, sparse = keys.mlp(config), keys.sigmoid_experts(config)
     layers = keys.mixed_layers(config, [mixers[kind] for kind in kinds], dense, sparse, default=1)

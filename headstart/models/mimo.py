@@ -7,7 +7,6 @@ recycling; the embedding of the first pair is masked.
 
 from headstart.heads.base import HeadSpec
 from headstart.layers.build import DecoderConfig
-from headstart.layers.decoder import LayerConfig
 from headstart.models import keys, qwen2
 from headstart.models.base import Family
 from headstart.models.keys import Config, flag
@@ -17,13 +16,9 @@ from headstart.models.names import PREFIXES, Names
 
 def parse(config: Config) -> DecoderConfig:
     keys.refuse_others(config, {"use_mrope": False})
-    bias = flag(config, "attention_bias", True)
-
-    def layer(window: int = 0) -> LayerConfig:
-        return keys.layer(config, keys.attention(config, window=window, qkv_bias=bias), keys.mlp(config))
-
-    layers = [layer(window) for window in keys.windows(config)]
-    return keys.decoder(config, layers, mtp_layer=layer())
+    mixer = {"qkv_bias": flag(config, "attention_bias", True)}
+    module = keys.layer(config, keys.attention(config, **mixer), keys.mlp(config))
+    return keys.stack(config, windows=keys.windows(config), mixer=mixer, mtp_layer=module)
 
 
 NAMES = Names(

@@ -13,8 +13,7 @@ from headstart.models.names import WRAPPED, Names
 def parse(config: Config) -> DecoderConfig:
     config, tied = keys.text_config(config)
     keys.refuse_others(config, {"use_mrope": False})
-    mixers = [keys.attention(config, window=window, qkv_bias=True) for window in keys.windows(config)]
-    return keys.decoder(config, [keys.layer(config, mixer, keys.mlp(config)) for mixer in mixers], tied=tied)
+    return keys.stack(config, windows=keys.windows(config), mixer={"qkv_bias": True}, tied=tied)
 
 
 FAMILY = Family(

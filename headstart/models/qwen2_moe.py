@@ -3,7 +3,7 @@
 from headstart.layers.build import DecoderConfig
 from headstart.models import keys
 from headstart.models.base import Family
-from headstart.models.keys import FULL, SLIDING, Config, flag, number
+from headstart.models.keys import Config, flag, number
 from headstart.models.names import PREFIXES, Names
 
 SHARED = "shared_expert_intermediate_size"
@@ -20,20 +20,14 @@ def parse(config: Config) -> DecoderConfig:
                 keys.attention(config, qkv_bias=bias, window=window),
                 experts if keys.has_experts(config, i) else keys.mlp(config),
             )
-            for i, window in enumerate(_windows(config))
+            for i, window in enumerate(keys.windows(config, _slides))
         ],
     )
 
 
-def _windows(config: Config) -> list[int]:
-    """Sliding window of each layer, 0: unlimited. Without `layer_types` every other one of the first layers has a
-    window (transformers 5.23)."""
-    window = number(config, "sliding_window", default=0, least=0) if flag(config, "use_sliding_window") else 0
-    first = number(config, "max_window_layers", default=0, least=0)
-    slides = [window > 0 and i % 2 == 0 and i < first for i in range(keys.num_layers(config))]
-    unlisted = [SLIDING if each else FULL for each in slides]
-    kinds = keys.layer_kinds(config, (FULL, SLIDING) if window else (FULL,), unlisted)
-    return [window if kind == SLIDING else 0 for kind in kinds]
+def _slides(layer: int, first_full: int) -> bool:
+    """Without `layer_types` every other one of the first layers has a window (transformers 5.23)."""
+    return layer % 2 == 0 and layer < first_full
 
 
 FAMILY = Family(

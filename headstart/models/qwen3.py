@@ -12,9 +12,8 @@ from headstart.models.names import WRAPPED, Names
 
 def parse(config: Config) -> DecoderConfig:
     config, tied = keys.text_config(config)
-    biases = keys.biases(config)
-    mixers = [keys.attention(config, window=window, qk_norm=True, **biases) for window in keys.windows(config)]
-    return keys.decoder(config, [keys.layer(config, mixer, keys.mlp(config)) for mixer in mixers], tied=tied)
+    mixer = {**keys.biases(config), "qk_norm": True}
+    return keys.stack(config, windows=keys.windows(config), mixer=mixer, tied=tied)
 
 
 FAMILY = Family(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from headstart.errors import ModelError
-from headstart.formats.rows import JoinedColumns, JoinedRows, RowSubset
+from headstart.formats.rows import JoinedColumns, JoinedRows, row_parts
 from headstart.heads.base import HeadSpec
 from headstart.kernels.ops import RawTensor
 from headstart.kernels.specs import IndexSpec, NGramSpec, StreamSpec
@@ -199,13 +199,10 @@ def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool)
 
 def _indexer_parts(stem: str, tensor: RawTensor, config: DecoderConfig) -> dict[str, RawTensor]:
     spec = _spec(config)
-    queries, count = spec.num_heads * spec.head_dim, tensor.shape[0]
-    if count != queries + spec.head_dim:
+    queries = spec.num_heads * spec.head_dim
+    if tensor.shape[0] != queries + spec.head_dim:
         return {f"{stem}.q_proj.weight": tensor}  # the loader reports the wrong shape
-    return {
-        f"{stem}.q_proj.weight": RowSubset(tensor, np.arange(queries)),
-        f"{stem}.k_proj.weight": RowSubset(tensor, np.arange(queries, count)),
-    }
+    return {**row_parts(tensor, {f"{stem}.q_proj.weight": queries, f"{stem}.k_proj.weight": spec.head_dim})}
 
 
 def _spec(config: DecoderConfig) -> IndexSpec:
