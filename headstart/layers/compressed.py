@@ -109,20 +109,16 @@ class CompressedConfig(MixerConfig):
     selects: bool = True  # the layer has the queries of its indexer; False: the last selection over the keys is used
 
     @property
-    def attention_spec(self) -> AttentionSpec:
-        return self.spec
-
-    @property
     def kv_specs(self) -> tuple[KVSpec, ...]:
         return tuple(self.pool_specs.values())
 
     @property
     def pool_specs(self) -> dict[str, KVSpec]:
         """The layer's own pools, by name."""
-        specs: dict[str, KVSpec] = {"window": self.spec}
+        specs: dict[str, KVSpec] = {"window": self.attention_spec}
         if self.compressor and self.source_layer is None:
             specs |= {"projected": self.compressor.spec} if self.compressor.gated else {}
-            specs["entries"] = self.spec
+            specs["entries"] = self.attention_spec
             if self.index:
                 keys, compressor = self.index
                 specs |= {"index_projected": compressor.spec} if compressor else {}
@@ -152,7 +148,7 @@ class CompressedConfig(MixerConfig):
         )  # fmt: skip
 
     @property
-    def spec(self) -> AttentionSpec:
+    def attention_spec(self) -> AttentionSpec:
         """Attention over keys or entries."""
         return AttentionSpec(
             self.num_heads, 1, self.head_dim, self.head_dim**-0.5, self.head_dim, latent=True, window=self.window,
@@ -258,10 +254,10 @@ class CompressedAttention(Mixer):
     def _store(self, ops: Ops, key: Buffer, positions: Buffer, pool: Pool) -> None:
         config = self.config
         key = ops.rope(self.key_norm(ops, key), positions, config.rope, config.head_dim)
-        ops.store_kv(key, key, pool, config.spec)
+        ops.store_kv(key, key, pool, config.attention_spec)
 
     def __call__(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> Buffer:
-        config, spec, rope = self.config, self.config.spec, self.config.rope
+        config, spec, rope = self.config, self.config.attention_spec, self.config.rope
         pools = config.pools(pool)
         down, key = self.query_down(ops, x), self.key(ops, x)
         projected = self.compressor.project(ops, x) if self.compressor else ()

@@ -19,14 +19,12 @@ from headstart.layers.weights import Weights
 
 
 @dataclass(frozen=True)
-class DeltaConfig(MixerConfig):
-    """Gated DeltaNet of one layer."""
+class DeltaRuleConfig(MixerConfig):
+    """Linear attention by the delta rule, behind a convolution of queries, keys and values."""
 
     delta: DeltaSpec
     conv_width: int  # taps of the convolution
     activation: Activation = "silu"  # after the convolution
-    sigmoid_gate: bool = False  # the output is multiplied by sigmoid(W_z x) instead of silu
-    num_kernels: ClassVar[int] = 10
 
     @property
     def state_specs(self) -> tuple[StateSpec, ...]:
@@ -40,6 +38,14 @@ class DeltaConfig(MixerConfig):
     def inner(self) -> int:
         """Columns of the values of all heads."""
         return self.delta.num_heads * self.delta.value_dim
+
+
+@dataclass(frozen=True)
+class DeltaConfig(DeltaRuleConfig):
+    """Gated DeltaNet of one layer."""
+
+    sigmoid_gate: bool = False  # the output is multiplied by sigmoid(W_z x) instead of silu
+    num_kernels: ClassVar[int] = 10
 
     def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, in_features: int) -> "GatedDeltaNet":
         """See MixerConfig.build. Decay and strength are never quantized: errors would accumulate over a whole text."""

@@ -15,47 +15,26 @@ from typing import ClassVar
 
 import numpy as np
 
-from headstart.kernels.ops import Activation, Buffer, Ops, Pool, RawTensor, Weight
-from headstart.kernels.specs import ConvSpec, DeltaSpec, StateSpec
+from headstart.kernels.ops import Buffer, Ops, Pool, RawTensor, Weight
+from headstart.layers.delta import DeltaRuleConfig
 from headstart.layers.linear import Linear
 from headstart.layers.norm import RMSNorm
-from headstart.layers.parts import Mixer, MixerConfig
+from headstart.layers.parts import Mixer
 from headstart.layers.weights import Weights
 
 
 @dataclass(frozen=True)
-class KDAConfig(MixerConfig):
-    """Kimi delta attention of one layer."""
+class KDAConfig(DeltaRuleConfig):
+    """Kimi delta attention of one layer. Queries, keys and values have equally many heads, of one width."""
 
-    num_heads: int
-    head_dim: int  # features of a query, key and value
-    conv_width: int  # taps of the convolution
     bound: float = 0.0  # least log decay, below 0; 0: decays have no bound
     rank: int = 0  # of W_f and W_g; 0: each is one matrix
     full_gate: bool = False  # W_g is one matrix, whatever the rank
-    activation: Activation = "silu"  # after the convolution
     num_kernels: ClassVar[int] = 14
-
-    @property
-    def delta(self) -> DeltaSpec:
-        return DeltaSpec(self.num_heads, self.num_heads, self.head_dim, self.head_dim, by_channel=True)
-
-    @property
-    def conv(self) -> ConvSpec:
-        return ConvSpec(self.delta.channels, self.conv_width)
-
-    @property
-    def state_specs(self) -> tuple[StateSpec, ...]:
-        return self.conv, self.delta
-
-    @property
-    def inner(self) -> int:
-        """Columns of the values of all heads."""
-        return self.num_heads * self.head_dim
 
     def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, in_features: int) -> "KimiDelta":
         """See MixerConfig.build. Decay and strength are never quantized: errors would accumulate over a whole text."""
-        name, inner = f"{prefix}.self_attn", self.inner
+        name, inner, heads, dim = f"{prefix}.self_attn", self.inner, self.delta.num_heads, self.delta.value_dim
 
         def linear(part: str, num_out: int, num_in: int, precise: bool = False) -> Linear:
             return Linear(weights.get(f"{name}.{part}.weight", num_out, num_in, precise=precise))
@@ -69,15 +48,14 @@ class KDAConfig(MixerConfig):
             )
 
         inputs = tuple(linear(f"{part}_proj", inner, in_features) for part in "qkv")
-        strength = linear("b_proj", self.num_heads, in_features, precise=True)
+        strength = linear("b_proj", heads, in_features, precise=True)
         decay = product("f", "f_proj", self.rank, precise=True)
         gate = product("g", "gate_proj", 0 if self.full_gate else self.rank)
         conv = weights.get(f"{name}.conv", self.conv_width * self.delta.channels)
-        rate = weights.raw(f"{name}.decay_rate", (self.num_heads,))
+        rate = weights.raw(f"{name}.decay_rate", (heads,))
 
         def decay_rate() -> RawTensor:
-            heads = np.repeat(np.arange(self.num_heads), self.head_dim)
-            return rate.affine(-1 if self.bound else 1, 0).take_rows(heads)
+            return rate.affine(-1 if self.bound else 1, 0).take_rows(np.repeat(np.arange(heads), dim))
 
         return KimiDelta(
             inputs=inputs,
@@ -87,7 +65,7 @@ class KDAConfig(MixerConfig):
             conv=conv,
             decay_rate=weights.take(decay_rate),
             decay_bias=weights.get(f"{name}.decay_bias", inner),
-            norm=weights.norm(f"{name}.o_norm", self.head_dim, eps),
+            norm=weights.norm(f"{name}.o_norm", dim, eps),
             out_proj=linear("o_proj", hidden, inner),
             config=self,
         )

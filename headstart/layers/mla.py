@@ -55,18 +55,14 @@ class MLAConfig(MixerConfig):
         return self if source is None else replace(self, indexer=None, source_layer=source)
 
     @property
-    def spec(self) -> AttentionSpec:
+    def attention_spec(self) -> AttentionSpec:
         """Attention over latents: one kv head, values are the first part of the keys."""
         return AttentionSpec(self.num_heads, 1, self.latent + self.rotary, self.scale, self.latent, latent=True)
 
     @property
-    def attention_spec(self) -> AttentionSpec:
-        return self.spec
-
-    @property
     def kv_specs(self) -> tuple[KVSpec, ...]:
         """Pools of latents, then of the indexer's keys."""
-        return (self.spec, *(self.indexer.kv_specs if self.indexer else ()))
+        return (self.attention_spec, *(self.indexer.kv_specs if self.indexer else ()))
 
     @property
     def num_kernels(self) -> int:
@@ -137,7 +133,7 @@ class MLA(Mixer):
         latent = self.latent_norm(ops, latent)
         key_rope = self._rotated(ops, key_rope, positions)
         key = latent if key_rope is None else ops.concat(latent, key_rope)
-        ops.store_kv(key, latent, pool, self.config.spec)
+        ops.store_kv(key, latent, pool, self.config.attention_spec)
 
     def __call__(self, ops: Ops, x: Buffer, positions: Buffer, pool: Pool) -> Buffer:
         config = self.config
@@ -156,7 +152,8 @@ class MLA(Mixer):
         if query_rope is not None:
             q = ops.concat(q, query_rope, config.num_heads)
         self._store(ops, latent, key_rope, positions, latent_pool)
-        attended = ops.attend(q, latent_pool, config.spec, self.sinks, index_pools[-1] if index_pools else None)
+        chosen = index_pools[-1] if index_pools else None
+        attended = ops.attend(q, latent_pool, config.attention_spec, self.sinks, chosen)
         values = ops.head_linear(attended, self.absorb_value)
         return self.output(ops, values if gate is None else ops.sigmoid_mul(gate, values))
 

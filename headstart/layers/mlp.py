@@ -65,7 +65,9 @@ class MLPConfig:
         parts = weights.linears(prefix, sizes, bias=self.bias)
         if self.gated:
             gate, up, down = parts["gate_proj"], parts["up_proj"], parts["down_proj"]
-            topk = None if self.cutoff is None else build_gaussian_topk(weights, self.inner, self.cutoff)
+            topk = None
+            if self.cutoff is not None:
+                topk = GaussianTopK(build_magnitude(weights, self.inner), weights.filled(-self.cutoff, self.inner))
             return GatedMLP(gate, up, down, self.activation, self.gate_scale, self.output_scale, topk)
         return MLP(parts["up_proj"], parts["down_proj"], self.activation)
 
@@ -81,11 +83,6 @@ class GaussianTopK:
         direction, deviation = self.magnitude.split(ops, ops.center(x))
         clipped = ops.activate(ops.add_bias(direction, self.threshold), "relu")
         return scale_rows(ops, clipped, deviation)
-
-
-def build_gaussian_topk(weights: Weights, width: int, cutoff: float) -> GaussianTopK:
-    """The GaussianTopK of rows [R, width]."""
-    return GaussianTopK(build_magnitude(weights, width), weights.filled(-cutoff, width))
 
 
 @dataclass(frozen=True)

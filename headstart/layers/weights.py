@@ -102,7 +102,7 @@ class Weights:
         offset = self.get(f"{prefix}.bias", num_out) if bias else None
         if not self.has(f"{prefix}.{BOUNDS[0]}"):
             return Linear(weight, offset)
-        bounds = [float(self.raw(f"{prefix}.{name}", (), (1,)).float32().reshape(())) for name in BOUNDS]
+        bounds = [self.scalar(f"{prefix}.{name}") for name in BOUNDS]
         return ClippedLinear(
             weight, offset, inputs=self._clip(num_in, *bounds[:2]), outputs=self._clip(num_out, *bounds[2:])
         )
@@ -155,8 +155,8 @@ class Weights:
         return self.take(lambda: stored.shaped(channels, width).transposed().shaped(width * channels))
 
     def scalar(self, name: str) -> float:
-        """The number of a tensor [1]."""
-        return float(self.raw(name, (1,)).float32().reshape(()))
+        """The number of a tensor [1] or []."""
+        return float(self.raw(name, (1,), ()).float32().reshape(()))
 
 
 def trunk_fingerprint(tensors: Mapping[str, RawTensor]) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 from headstart.errors import ModelError
 from headstart.formats.base import make_tensor
 from headstart.kernels.ops import RawTensor
+from headstart.kernels.specs import DeltaSpec
 from headstart.layers.build import DecoderConfig
 from headstart.layers.kda import KDAConfig
 from headstart.models import keys
@@ -49,7 +50,8 @@ def mixer(config: Config, heads: int, dim: int, width: int, bound: float) -> KDA
         )
     if bound > 0 or not math.isfinite(bound):
         raise ModelError(f"config.json: the lower bound of log decays is {bound}, but must be a number below 0")
-    return KDAConfig(heads, dim, width, bound, activation=keys.activation(config))
+    delta = DeltaSpec(heads, heads, dim, dim, by_channel=True)
+    return KDAConfig(delta, width, keys.activation(config), bound=bound)
 
 
 def bound_of(config: Config, key: str, *, safe: bool) -> float:

@@ -104,7 +104,7 @@ def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool)
     for prefix, mixer in config.mixers(KDAConfig).items():
         name = f"{prefix}.self_attn.decay_rate"
         if (rates := tensors.get(name)) is not None and len(rates.shape) == 1:
-            ours[name] = rates.take_rows(np.arange(min(mixer.num_heads, rates.shape[0])))
+            ours[name] = rates.take_rows(np.arange(min(mixer.delta.num_heads, rates.shape[0])))
     return _kda.adapt(ours, config, from_gguf)
 
 
