@@ -330,7 +330,7 @@ def check_format(checkpoint: Checkpoint, config: EngineConfig) -> None:
     """Raises UsageError if --quantization names another format than the checkpoint's."""
     if config.quantization in (None, config.rounding):
         return
-    name = "gguf" if checkpoint.format == "gguf" else declared_name(checkpoint.config)
+    name = "gguf" if checkpoint.format == "gguf" else declared_name(checkpoint.config).replace("_", "-")
     if name != config.quantization:
         raise ParameterError(
             named("quantization"),

@@ -19,17 +19,19 @@ def open_checkpoint(path: Path) -> Checkpoint:
     path = user_path(path)
     if not path.exists():
         raise ModelError(f"{path} does not exist", HINT)
-    for name in registry.available("formats"):
-        known: Format = registry.find("formats", name).FORMAT
-        if known.detect(path):
-            return known.open_checkpoint(path)
-    raise no_checkpoint(path)
+    if (found := _format_of(path)) is None:
+        raise no_checkpoint(path)
+    return found.open_checkpoint(path)
 
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a format detects the path, by its name and first bytes."""
-    formats: list[Format] = [registry.find("formats", name).FORMAT for name in registry.available("formats")]
-    return any(each.detect(path) for each in formats)
+    return _format_of(path) is not None
+
+
+def _format_of(path: Path) -> Format | None:
+    formats = (registry.find("formats", name).FORMAT for name in registry.available("formats"))
+    return next((each for each in formats if each.detect(path)), None)
 
 
 def find_checkpoint(name: str | Path, progress: Progress = no_progress) -> Checkpoint:

@@ -74,20 +74,13 @@ class LowRank:
 
     def affine(self, factor: float, offset: float) -> "LowRank":
         if offset:
-            raise self._unsupported()
+            self._refuse()
         return replace(self, factors=LoraFactors(self.factors.a, self.factors.b * np.float32(factor)))
 
-    def part(self, index: int) -> "LowRank":
-        raise self._unsupported()
+    def _refuse(self, *arguments: int) -> "LowRank":
+        raise ModelError(f"LoRA of {self.name} is not supported", "merge the adapter into the model")
 
-    def shaped(self, *shape: int) -> "LowRank":
-        raise self._unsupported()
-
-    def exp(self) -> "LowRank":
-        raise self._unsupported()
-
-    def _unsupported(self) -> ModelError:
-        return ModelError(f"LoRA of {self.name} is not supported", "merge the adapter into the model")
+    part = shaped = exp = _refuse
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from headstart import hub
 from headstart.errors import ModelError
 from headstart.formats import gguf_names
 from headstart.formats.base import Checkpoint, Format, Tensor, text_readers
-from headstart.formats.gguf_file import MAGIC, GgufFile, read
+from headstart.formats.gguf_file import MAGIC, GgufFile, read, written_number
 from headstart.formats.safetensors_file import join
 
 _OF_EXPERTS = "router.per_expert_scale"  # end of the canonical name of a scale per expert
@@ -60,9 +60,8 @@ def join_files(path: Path, files: list[GgufFile]) -> Checkpoint:
 
 def _generation(config: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of generation_config.json, which llama.cpp's converter stores in the metadata."""
-    said = {name: metadata[key] for name, key in gguf_names.SAMPLING.items() if key in metadata}
-    rounded = {name: float(str(np.float32(each))) if isinstance(each, float) else each for name, each in said.items()}
-    return {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config} | rounded
+    said = {name: written_number(metadata[key]) for name, key in gguf_names.SAMPLING.items() if key in metadata}
+    return {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config} | said
 
 
 def parts_of(path: Path) -> list[Path]:

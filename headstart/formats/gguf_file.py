@@ -149,6 +149,11 @@ def parse(file: File, raw: Bytes, size: int) -> GgufFile:
     return GgufFile(file.path, metadata, _tensors(cursor, file, table, metadata.get("general.alignment", 32)))
 
 
+def written_number(value: Any) -> Any:
+    """The number that a float32 of the metadata was written as; other values as they are."""
+    return float(str(np.float32(value))) if isinstance(value, float) else value
+
+
 def _check_version(cursor: _Cursor) -> None:
     if len(cursor.raw) < len(MAGIC) or bytes(cursor.view[:4]) != MAGIC:
         if error := placeholder_error(cursor.path, bytes(cursor.view[:FIRST_BYTES]), cursor.size):

@@ -132,9 +132,18 @@ class Regrouped(Deferred):
         return make_tensor(self.name, (len(rows), self.shape[1]), self.dtype, np.ascontiguousarray(raw).reshape(-1))
 
 
+def equal_groups(columns: int, count: int, name: str) -> NDArray[np.int64]:
+    """int64 [columns]: the group of each of the columns in `count` groups of one size. Raises ModelError, which names
+    the tensor, if they do not make such groups."""
+    if not count or columns % count:
+        raise ModelError(f"{name}: {columns} columns do not make {count} groups of one size")
+    return np.arange(columns) // (columns // count)
+
+
 def unpacked(words: NDArray[np.int32], bits: int, order: tuple[int, ...] = ()) -> NDArray[np.int32]:
     """The numbers of `bits` bits in 32-bit words [n, w], int32 [n, w * 32 / bits]. The i-th lowest bits of a word are
     its number i, or order[i] if `order` is given."""
+    words = np.ascontiguousarray(words)
     count = 32 // bits
     shifts = np.arange(count, dtype=np.uint32) * bits
     places = np.argsort(order) if order else np.arange(count)

@@ -141,16 +141,15 @@ def bits_of(settings: Settings) -> int:
     return bits if bits in (1, 2, 3, 4, 5, 6, 8) else 4
 
 
-def declared(config: Mapping[str, Any]) -> Quantization | None:
-    """The quantization that a config.json asks for; None if it asks for none or an unknown one."""
-    settings = settings_of(config)
-    return next((each for each in quantizations().values() if settings and each.detect(settings)), None)
-
-
 def declared_name(config: Mapping[str, Any]) -> str:
     """The name of the quantization that a config.json asks for; empty if it asks for none or an unknown one."""
-    found = declared(config)
-    return next((name for name, each in quantizations().items() if each is found), "").replace("_", "-")
+    settings = settings_of(config)
+    return next((name for name, each in quantizations().items() if settings and each.detect(settings)), "")
+
+
+def declared(config: Mapping[str, Any]) -> Quantization | None:
+    """The quantization that a config.json asks for; None if it asks for none or an unknown one."""
+    return quantizations().get(declared_name(config))
 
 
 class StoredWeights:

@@ -154,11 +154,8 @@ class _Remote:
             try:
                 return parse(File(path, here=False), np.frombuffer(first, np.uint8), size)
             except IncompleteHeader:
-                more = (
-                    self._bytes(file, len(first), 3 * len(first))[0]
-                    if len(first) <= safetensors_file.MAX_HEADER
-                    else b""
-                )
+                is_too_long = len(first) > safetensors_file.MAX_HEADER
+                more = b"" if is_too_long else self._bytes(file, len(first), 3 * len(first))[0]
                 if not more:
                     what = f"the header of {path} is cut off or too long"
                     raise ModelError(what, safetensors_file.AGAIN) from None

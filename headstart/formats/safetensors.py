@@ -30,7 +30,7 @@ Array = NDArray[Any] | tuple[NDArray[Any], str]
 
 def detect(path: Path) -> bool:
     """A directory with config.json and at least one safetensors file of a model (or their index)."""
-    if not (path.is_dir() and (path / "config.json").exists()):
+    if not (path.is_dir() and (path / CONFIG).exists()):
         return False
     return (path / safetensors_file.INDEX).exists() or any(each.name != ADAPTER for each in path.glob("*.safetensors"))
 

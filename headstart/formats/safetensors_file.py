@@ -88,13 +88,9 @@ def _tensor(where: str, name: str, row: Any, base: int, file: File) -> Tensor:
         raise ModelError(f"{where}: tensor {name} has dtype {dtype!r}", f"known are {', '.join(BITS)}")
     if not _are_sizes(shape) or len(shape) > _MAX_DIMS:
         raise ModelError(f"{where}: tensor {name} has the shape {shape!r}", AGAIN)
-    if type(offsets) is not list or len(offsets) != 2:
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise ModelError(f"{where}: tensor {name} has the offsets {offsets!r}", AGAIN)
     begin, end = offsets
-    if type(begin) is not int or type(end) is not int or begin < 0:
-        raise ModelError(f"{where}: tensor {name} has the offsets {offsets!r}", AGAIN)
-    if begin > end:
-        raise ModelError(f"{where}: tensor {name} has the offsets {offsets!r}", AGAIN)
     bits = BITS[dtype]
     wanted, rest = divmod(math.prod(shape) * bits, 8)
     if wanted != end - begin or rest or (bits < 8 and shape and shape[-1] * bits % 8):

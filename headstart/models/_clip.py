@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from headstart.errors import ModelError
-from headstart.formats.gguf_file import GgufFile, read
+from headstart.formats.gguf_file import GgufFile, read, written_number
 from headstart.kernels.ops import RawTensor
 from headstart.models.keys import Config
 from headstart.models.names import Names
@@ -65,7 +65,7 @@ def projector_type(file: GgufFile) -> str | None:
 def vision_config(metadata: Config, **renamed: str) -> dict[str, Any]:
     """The keys of vision_config. renamed: Hugging Face's usual key -> the model's own."""
     present = {name: metadata[f"clip.vision.{key}"] for key, name in KEYS.items() if f"clip.vision.{key}" in metadata}
-    written = {renamed.get(name, name): _rounded(value) for name, value in present.items()}
+    written = {renamed.get(name, name): written_number(value) for name, value in present.items()}
     acts = {"clip.use_gelu": "gelu_pytorch_tanh", "clip.use_silu": "silu"}
     return written | {"hidden_act": next((act for key, act in acts.items() if metadata.get(key)), "quick_gelu")}
 
@@ -73,12 +73,7 @@ def vision_config(metadata: Config, **renamed: str) -> dict[str, Any]:
 def statistics(metadata: Config) -> dict[str, Any]:
     """The keys of preprocessor_config.json for the values of pixels."""
     found = {key: metadata.get(f"clip.vision.{key}") for key in STATISTICS}
-    return {key: [_rounded(each) for each in value] for key, value in found.items() if isinstance(value, list)}
-
-
-def _rounded(value: Any) -> Any:
-    """The number that was written, from its float32."""
-    return float(str(np.float32(value))) if isinstance(value, float) else value
+    return {key: [written_number(each) for each in value] for key, value in found.items() if isinstance(value, list)}
 
 
 def deep_layers(metadata: Config) -> list[int]:

@@ -8,7 +8,7 @@ from headstart.formats.grouped import E2M1
 from headstart.formats.quantization import Shape, Stored
 
 
-def unpacked(shape: Shape) -> Shape:
+def unpacked_shape(shape: Shape) -> Shape:
     """The shape of a weight from the shape of its bytes."""
     return (*shape[:-1], shape[-1] * 2)
 

@@ -64,6 +64,11 @@ def numbers(scale: Tensor, stored: Stored) -> NDArray[np.float32]:
     return values
 
 
+def not_a_scale(scale: Tensor, stored: Stored) -> ModelError:
+    """The error for a tensor that is neither a scale for the whole weight nor one for each matrix of a stack."""
+    return ModelError(f"{scale.name} {list(scale.shape)} is not a scale for {stored.name} {list(stored.main.shape)}")
+
+
 def block_of(stored: Stored, shape: Shape) -> tuple[int, int]:
     """The number of rows and of columns that share one scale. Raises ModelError if scales and weight do not fit."""
     scale = stored.scale

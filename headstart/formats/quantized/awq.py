@@ -31,12 +31,12 @@ def integers(stored: Stored) -> Integers | None:
 
     def codes(rows: NDArray[np.int64]) -> NDArray[np.int32]:
         chosen = np.unique(rows // 8)  # columns of words that hold these rows
-        numbers = unpacked(np.ascontiguousarray(words[:, chosen]), 4, ORDER)
+        numbers = unpacked(words[:, chosen], 4, ORDER)
         places = np.searchsorted(chosen, rows // 8) * 8 + rows % 8
         whole = len(places) == numbers.shape[1] and (np.diff(places) == 1).all()
         return (numbers if whole else numbers[:, places]).T
 
-    zeros = unpacked(np.ascontiguousarray(points), 4, ORDER)
+    zeros = unpacked(points, 4, ORDER)
     groups = np.arange(inputs) // (inputs // count)
     return Integers(stored.name, codes, zeros.T, scales.T, groups, 4)
 

@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.errors import ModelError
-from headstart.formats.integers import Integers, unpacked
+from headstart.formats.integers import Integers, equal_groups, unpacked
 from headstart.formats.quantization import Described, Quantization, Stored, bits_of
 
 
@@ -41,20 +41,16 @@ def integers(stored: Stored) -> Integers | None:
     bits, columns = _bits_and_columns(stored)
     if 32 % bits or len(scales.shape) != 2 or len(scales) != len(words):
         return None
-    rows, count = len(words), scales.shape[1]
-    if not count or columns % count:
-        raise ModelError(f"{stored.main.name}: {columns} columns do not make {count} groups of one size")
-    order = stored.auxiliary.get("weight_g_idx")
-    groups = np.arange(columns) // (columns // count) if order is None else order.numpy().astype(np.int64)
+    groups = equal_groups(columns, scales.shape[1], stored.main.name)
+    if (order := stored.auxiliary.get("weight_g_idx")) is not None:
+        groups = order.numpy().astype(np.int64)
     zeros = np.full(scales.shape, 1 << bits - 1, np.int32)
     if (points := stored.auxiliary.get("weight_zero_point")) is not None:
-        if points.dtype == "I32":  # packed, along the rows
-            zeros = unpacked(np.ascontiguousarray(points.numpy().T), bits).T[:rows]
-        else:
-            zeros = zeros + points.numpy()
+        is_packed = points.dtype == "I32"  # along the rows
+        zeros = unpacked(points.numpy().T, bits).T[: len(words)] if is_packed else zeros + points.numpy()
 
     def codes(chosen: NDArray[np.int64]) -> NDArray[np.int32]:
-        return unpacked(np.ascontiguousarray(words[chosen]), bits)[:, :columns]
+        return unpacked(words[chosen], bits)[:, :columns]
 
     return Integers(stored.name, codes, np.ascontiguousarray(zeros), scales, groups, bits)
 

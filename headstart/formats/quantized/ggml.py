@@ -10,11 +10,10 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.errors import ModelError
 from headstart.formats.base import Tensor
 from headstart.formats.grouped import Layout, joined
 from headstart.formats.quantization import Described, Quantization, Repacked, Stored
-from headstart.formats.quantized._scaled import numbers
+from headstart.formats.quantized._scaled import not_a_scale, numbers
 
 NVFP4_BYTES, Q1_0_BYTES = 36, 18  # of a block
 NO_NUMBER = 0x7F  # NaN as an FP8 scale
@@ -23,7 +22,7 @@ NO_NUMBER = 0x7F  # NaN as an FP8 scale
 def check(stored: Stored) -> None:
     scale, stack = stored.scale, math.prod(stored.main.shape[:-2])
     if scale is not None and (stored.main.dtype != "NVFP4" or math.prod(scale.shape) not in (1, stack)):
-        raise ModelError(f"{scale.name} {list(scale.shape)} is not a scale for {stored.name} {list(stored.main.shape)}")
+        raise not_a_scale(scale, stored)
 
 
 def keep(stored: Stored) -> Repacked:

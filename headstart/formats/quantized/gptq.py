@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.errors import ModelError
-from headstart.formats.integers import Integers, unpacked
+from headstart.formats.integers import Integers, equal_groups, unpacked
 from headstart.formats.quantization import Described, Quantization, Stored, WeightBytes, bits_of
 
 _GROUPED = 0.5 + 2.5 / 128
@@ -19,12 +19,8 @@ GROUPED = WeightBytes(_GROUPED, _GROUPED, _GROUPED, 2, head=2)
 def check(stored: Stored, *zeros: int) -> None:
     """Raise ModelError unless scales are [groups, out] and zero points [groups, n], n one of `zeros`."""
     scales, points = (stored.auxiliary[word].shape for word in ("scales", "qzeros"))
-    if (
-        len(stored.main.shape) != 2
-        or len(scales) != 2
-        or 0 in scales
-        or points not in [(scales[0], each) for each in zeros]
-    ):
+    are_matrices = len(stored.main.shape) == len(scales) == 2 and 0 not in scales
+    if not are_matrices or points not in [(scales[0], each) for each in zeros]:
         shapes = f"{list(stored.main.shape)}, {list(scales)} and {list(points)}"
         raise ModelError(f"codes, scales and zero points are {shapes}, which do not fit each other")
 
@@ -39,10 +35,8 @@ def groups_of(stored: Stored, num_words: int) -> NDArray[np.int64]:
     """int64 [in], the group of each column: g_idx (act-order), else groups of equal size. Raises ModelError."""
     if (order := stored.auxiliary.get("g_idx")) is not None:
         return order.numpy().astype(np.int64)
-    inputs, count = num_words * 32 // bits_of(stored.settings), stored.auxiliary["scales"].shape[0]
-    if inputs % count:
-        raise ModelError(f"{stored.main.name}: {inputs} columns do not make {count} groups of one size")
-    return np.arange(inputs) // (inputs // count)
+    columns = num_words * 32 // bits_of(stored.settings)
+    return equal_groups(columns, stored.auxiliary["scales"].shape[0], stored.main.name)
 
 
 def describe(stored: Stored) -> Described | None:
@@ -68,10 +62,10 @@ def integers(stored: Stored) -> Integers | None:
         return None
 
     def codes(rows: NDArray[np.int64]) -> NDArray[np.int32]:
-        return unpacked(np.ascontiguousarray(words[:, rows].T), bits)
+        return unpacked(words[:, rows].T, bits)
 
     offset = stored.settings.get("checkpoint_format") != "gptq_v2"
-    zeros = unpacked(np.ascontiguousarray(points), bits) + offset
+    zeros = unpacked(points, bits) + offset
     return Integers(stored.name, codes, zeros.T, scales.T, inputs, bits)
 
 

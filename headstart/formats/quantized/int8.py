@@ -50,10 +50,10 @@ def integers(stored: Stored) -> Integers | None:
             raise ModelError(f"the zero points {points.name} are {found}, not as the scales")
         zeros = zeros + points.numpy().reshape(-1, scales.shape[1])[every // block[0]]
 
-    def centered(rows: NDArray[np.int64]) -> NDArray[np.int32]:
+    def codes_of(rows: NDArray[np.int64]) -> NDArray[np.int32]:
         return stored.main.take_rows(rows).numpy().astype(np.int32) + 128
 
-    return Integers(stored.name, centered, zeros + 128, scales, columns, 8)
+    return Integers(stored.name, codes_of, zeros + 128, scales, columns, 8)
 
 
 def encode(name: str, values: NDArray[np.float32]) -> dict[str, NDArray[Any]]:

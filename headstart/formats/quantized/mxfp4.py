@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from headstart.errors import ModelError
 from headstart.formats.quantization import Decode, Described, Quantization, Repacked, Stored, WeightBytes
-from headstart.formats.quantized._four_bits import codes, group_of, unpacked
+from headstart.formats.quantized._four_bits import codes, group_of, unpacked_shape
 from headstart.formats.quantized._scaled import numbers, scaled
 
 GROUP = 32
@@ -22,7 +22,7 @@ def describe(stored: Stored) -> Described | None:
     shape = stored.main.shape
     if "_scales" in stored.auxiliary and len(shape) > 2:  # [..., groups, 16 bytes]
         return Described((*shape[:-2], shape[-2] * shape[-1] * 2), "MXFP4")
-    return Described(unpacked(shape), "MXFP4") if group_of(stored) == GROUP else None
+    return Described(unpacked_shape(shape), "MXFP4") if group_of(stored) == GROUP else None
 
 
 def keep(stored: Stored) -> Repacked | None:
@@ -58,7 +58,7 @@ def decode(stored: Stored) -> Decode | None:
     main, scale = stored.main, stored.scale
     if len(main.shape) < 2 or scale is None or scale.shape[:-1] != main.shape[:-1] or main.dtype not in ("U8", "I8"):
         return None
-    return scaled(stored, unpacked(main.shape), codes, (1, GROUP))
+    return scaled(stored, unpacked_shape(main.shape), codes, (1, GROUP))
 
 
 QUANTIZATION = Quantization(

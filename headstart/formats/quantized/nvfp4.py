@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from headstart.errors import ModelError
 from headstart.formats.grouped import Layout, joined
 from headstart.formats.quantization import Described, Quantization, Repacked, Settings, Stored, WeightBytes
-from headstart.formats.quantized._four_bits import group_of, unpacked
-from headstart.formats.quantized._scaled import numbers
+from headstart.formats.quantized._four_bits import group_of, unpacked_shape
+from headstart.formats.quantized._scaled import not_a_scale, numbers
 
 GROUP = 16
 BYTES = 0.5 + 1 / GROUP
@@ -28,7 +28,7 @@ def detect(settings: Settings) -> bool:
 def describe(stored: Stored) -> Described | None:
     if stored.main.dtype == "F4":
         return Described(stored.main.shape, "FP4")
-    return Described(unpacked(stored.main.shape), "NVFP4") if group_of(stored) == GROUP else None
+    return Described(unpacked_shape(stored.main.shape), "NVFP4") if group_of(stored) == GROUP else None
 
 
 def check(stored: Stored) -> None:
@@ -49,7 +49,7 @@ def factors(stored: Stored) -> NDArray[np.float32]:
     scale = next(stored.auxiliary[word] for word in words if word in stored.auxiliary)
     found = numbers(scale, stored).reshape(-1)
     if len(found) not in (1, math.prod(stored.main.shape[:-2])):
-        raise ModelError(f"{scale.name} {list(scale.shape)} is not a scale for {stored.name} {list(stored.main.shape)}")
+        raise not_a_scale(scale, stored)
     if divides and not found.all():
         raise ModelError(f"{scale.name} is 0, but {stored.name} is divided by it", "fetch the file again")
     return np.float32(1) / found if divides else found
@@ -59,7 +59,7 @@ def keep(stored: Stored) -> Repacked | None:
     if stored.main.dtype == "F4":
         return None
     check(stored)
-    shape, scale = unpacked(stored.main.shape), stored.scale
+    shape, scale = unpacked_shape(stored.main.shape), stored.scale
     assert scale is not None
     numbers(scale, stored)  # raises ModelError for NaN
     layout, factor = Layout("E2M1", GROUP, "E4M3"), factors(stored)
