@@ -66,9 +66,7 @@ def parse(config: Config, *, tiled: bool = False) -> DecoderConfig:
 
 def _feed_forward(config: Config, index: int | None = None) -> FeedForwardConfig:
     """The feed-forward part of layer `index`, or (None) of an MTP module."""
-    if not config.get("num_experts"):
-        return keys.mlp(config)
-    if index is not None and not keys.has_experts(config, index):
+    if not config.get("num_experts") or (index is not None and not keys.has_experts(config, index)):
         return keys.mlp(config)
     shared = number(config, "shared_expert_intermediate_size", default=0, least=0)
     return keys.softmax_experts(config, shared=shared)

@@ -23,7 +23,7 @@ def parse(config: Config) -> DecoderConfig:
         windows = keys.windows_in_turn(config, 4)
     return keys.stack(
         config, windows=windows, rotated=[window > 0 for window in windows], mixer=keys.biases(config),
-        layer={"norms": "parallel", "centered": True, "eps": eps}, logit_scale=real(config, "logit_scale", 0.0625),
+        layers={"norms": "parallel", "centered": True, "eps": eps}, logit_scale=real(config, "logit_scale", 0.0625),
         centered=True, eps=eps,
     )  # fmt: skip
 

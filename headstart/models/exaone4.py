@@ -20,7 +20,7 @@ def parse(config: Config) -> DecoderConfig:
     windows = keys.windows_in_turn(config, 4)
     rotated = [window > 0 for window in windows] if any(windows) else []
     sizes = keys.stack(
-        config, windows=windows, rotated=rotated, mixer={"qk_norm": True}, layer={"norms": "post"}, tied=tied
+        config, windows=windows, rotated=rotated, mixer={"qk_norm": True}, layers={"norms": "post"}, tied=tied
     )
     return replace(sizes, mtp_layer=sizes.layers[0])
 

@@ -25,7 +25,7 @@ def parse(config: Config) -> DecoderConfig:
     }
     return keys.stack(
         config, windows=[window if kind == keys.SLIDING else 0 for kind in keys.kinds_in_turn(config, 2)], mixer=mixer,
-        layer={"norms": "sandwich"}, embedding_scale=math.sqrt(number(config, "hidden_size")),
+        layers={"norms": "sandwich"}, embedding_scale=math.sqrt(number(config, "hidden_size")),
         logit_softcap=real(config, "final_logit_softcapping", 0.0),
     )  # fmt: skip
 

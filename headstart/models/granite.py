@@ -14,7 +14,7 @@ def parse(config: Config) -> DecoderConfig:
     return keys.stack(
         config,
         mixer={**keys.biases(config, own_output=True), "scale": real(config, "attention_multiplier", 1.0)},
-        layer={"residual_scale": real(config, "residual_multiplier", 1.0)},
+        layers={"residual_scale": real(config, "residual_multiplier", 1.0)},
         feed_forward=keys.mlp(config, bias=flag(config, "mlp_bias")),
         embedding_scale=real(config, "embedding_multiplier", 1.0),
         logit_scale=1 / scaling,

@@ -250,19 +250,19 @@ def layer(config: Config, mixer: MixerConfig, feed_forward: FeedForwardConfig, *
 
 def stack(
     config: Config, *, windows: Sequence[int] = (), windowed: Config | None = None, rotated: Sequence[bool] = (),
-    mixer: Mapping[str, Any] = MappingProxyType({}), layer: Mapping[str, Any] = MappingProxyType({}),
+    mixer: Mapping[str, Any] = MappingProxyType({}), layers: Mapping[str, Any] = MappingProxyType({}),
     feed_forward: FeedForwardConfig | None = None, **more: Any,
 ) -> DecoderConfig:  # fmt: skip
     """A decoder of equal layers, except for windows and RoPE. windows: of each layer; empty: none. rotated: whether
     each layer has RoPE; empty: all have. windowed: the config for layers with a window; None: `config`. feed_forward:
-    None: an MLP. mixer: arguments of `attention`; layer: fields of LayerConfig; more: fields of DecoderConfig."""
+    None: an MLP. mixer: arguments of `attention`; layers: fields of LayerConfig; more: fields of DecoderConfig."""
     feed = feed_forward or mlp(config)
 
     def one(index: int) -> LayerConfig:
         window = windows[index] if windows else 0
         read = config if windowed is None or not window else windowed
         attending = attention(read, window=window, rotated=not rotated or rotated[index], **mixer)
-        return _layer(config, attending, feed, **layer)
+        return layer(config, attending, feed, **layers)
 
     return decoder(config, [one(index) for index in range(num_layers(config))], **more)
 
@@ -280,7 +280,6 @@ def decoder(config: Config, layers: Sequence[LayerConfig], **more: Any) -> Decod
     return DecoderConfig(**{**fields, **more})
 
 
-_layer = layer  # for `stack`, whose parameter has the same name
 MAX_LAYERS = 10_000
 
 

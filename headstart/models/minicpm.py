@@ -20,7 +20,7 @@ def parse(config: Config) -> DecoderConfig:
     return keys.stack(
         config,
         mixer=keys.biases(config, own_output=True),
-        layer={"residual_scale": real(config, "residual_multiplier", depth / sqrt(keys.num_layers(config)))},
+        layers={"residual_scale": real(config, "residual_multiplier", depth / sqrt(keys.num_layers(config)))},
         embedding_scale=real(config, "embedding_multiplier", real(config, "scale_emb", 1.0)),
         logit_scale=1 / real(config, "logit_scale", narrower),
     )

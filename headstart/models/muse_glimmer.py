@@ -36,7 +36,7 @@ def parse(config: Config) -> DecoderConfig:
             "qk_norm": True, "qk_norm_unweighted": not gguf, "gated": True,
             "scale": real(config, "qk_scale_factor", 3.87) * head_dim**-0.5,
         },
-        layer={"norms": "sandwich", "post_eps": real(config, "post_norm_eps", 1e-8)},
+        layers={"norms": "sandwich", "post_eps": real(config, "post_norm_eps", 1e-8)},
         embedding_norm=True, logit_scale=real(config, "output_multiplier", 0.19611613513818404),
         logit_softcap=real(config, "final_logit_softcapping", 20.0), tied=tied,
     )  # fmt: skip

@@ -23,7 +23,7 @@ def parse(config: Config) -> DecoderConfig:
     full = config.inside({"rope_parameters": ropes[keys.FULL]}) if any(ropes.values()) else config
     return keys.stack(
         full, windows=windows, windowed=config.inside({"rope_parameters": ropes[keys.SLIDING], "rope_scaling": None}),
-        mixer={**keys.biases(config), "qk_norm": True, "qk_norm_over_heads": True}, layer={"norms": "post"},
+        mixer={**keys.biases(config), "qk_norm": True, "qk_norm_over_heads": True}, layers={"norms": "post"},
     )  # fmt: skip
 
 

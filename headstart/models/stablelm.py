@@ -19,7 +19,7 @@ def parse(config: Config) -> DecoderConfig:
     parallel = flag(config, "use_parallel_residual") or flag(config, "parallel_attn")
     norm: dict[str, Any] = {"centered": True, "biased": True, "eps": real(config, "layer_norm_eps", 1e-5)}
     norms = "parallel" if parallel else "pre"
-    return keys.stack(config, mixer={"qkv_bias": bias}, layer={"norms": norms, **norm}, **norm)
+    return keys.stack(config, mixer={"qkv_bias": bias}, layers={"norms": norms, **norm}, **norm)
 
 
 FAMILY = Family(

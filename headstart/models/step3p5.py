@@ -105,12 +105,10 @@ def _kinds(config: Config, count: int) -> list[str]:
     if kinds is None and flags is not None:  # a GGUF file's
         flags = flags if isinstance(flags, list) else [flags] * count
         kinds = [SLIDING if each else FULL for each in flags]
-    more = config.get("mtp_layer_types") or []
-    kinds = [*kinds, *more] if isinstance(kinds, list) and len(kinds) < count else kinds
-    if isinstance(kinds, list) and len(kinds) < count:  # cut to the trunk: as transformers takes it
-        kinds = [*kinds, *[FULL] * (count - len(kinds))]
     kinds = [FULL] * count if kinds is None else kinds
-    kinds = kinds[:count] if isinstance(kinds, list) else kinds  # of more layers than are left of a model
+    if isinstance(kinds, list):  # perhaps cut to the trunk, as transformers takes it, or of a model that was cut
+        more = config.get("mtp_layer_types") or []
+        kinds = [*kinds, *(more if len(kinds) < count else ()), *[FULL] * count][:count]
     keys.check_kinds(kinds, count, (FULL, SLIDING))
     return list(kinds)
 
