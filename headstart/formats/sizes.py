@@ -133,8 +133,3 @@ class Sizes:
         if name == "shared_inner":
             return self["expert_inner"] * self["shared_experts"]
         return 3 if name == "taps" else Unknown(name)
-
-
-def num_experts(config: Mapping[str, Any]) -> int:
-    """Number of routed experts of an MoE layer, under any family's key; 0 without experts."""
-    return Sizes(config).get("experts") or 0

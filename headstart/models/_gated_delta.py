@@ -49,7 +49,7 @@ GGUF_SHARED = ("eh_proj", "enorm", "hnorm", "shared_head.norm")
 
 def parse(config: Config, *, tiled: bool = False) -> DecoderConfig:
     """Family.parse. tiled: the value heads are in llama.cpp's order (DeltaSpec.tiled)."""
-    config, tied = keys.text_config(config)
+    config = keys.text_config(config)
     if config.get("mtp_use_dedicated_embeddings"):
         raise ModelError("config.json: mtp_use_dedicated_embeddings (an embedding of the MTP module) is not supported")
     if config.get("output_gate_type") not in (None, "swish", "silu"):
@@ -59,7 +59,6 @@ def parse(config: Config, *, tiled: bool = False) -> DecoderConfig:
     return keys.decoder(
         config,
         [keys.layer(config, mixer, _feed_forward(config, i)) for i, mixer in enumerate(mixers)],
-        tied=tied,
         mtp_layer=keys.layer(config, attention, _feed_forward(config)),
     )
 

@@ -59,7 +59,7 @@ def read(config: Config, trunk: DecoderConfig, preparation: Config) -> tuple[Vis
     if not isinstance(written, dict) or config.get("model_type") != "gemma4":
         return None
     written = keys.filled(written, DEFAULTS)
-    text, _ = keys.text_config(config)
+    text = keys.text_config(config)
     patch, merge = keys.number(written, "patch_size"), keys.number(written, "pooling_kernel_size")
     needed = {"patch_size": patch, "pooling_kernel_size": merge, "do_resize": True, "do_rescale": True}
     keys.check_preparation(preparation, needed)

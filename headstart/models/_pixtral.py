@@ -73,7 +73,7 @@ def _tower(config: dict[str, Any], outer: Config, trunk: DecoderConfig) -> Visio
     )
     layer = LayerConfig(mixer=AttentionConfig(spec=spec, rope=rope), mlp=keys.mlp(config), eps=EPS)
     activation = keys.activation({"hidden_act": outer.get("projector_hidden_act") or "gelu"})
-    text, _ = keys.text_config(outer)
+    text = keys.text_config(outer)
     return VisionConfig(
         patch_size=keys.number(config, "patch_size"), patch_bias=False, patch_norm="rms", hidden_size=hidden,
         layers=(layer,) * keys.num_layers(config), eps=keys.real(text, "rms_norm_eps", 1e-6),

@@ -3,8 +3,6 @@
 Formula: models/_latent.py; Kimi-K2.5: transformers 5.23 `models/kimi_k25`, whose text_config is a deepseek_v3.
 """
 
-from dataclasses import replace
-
 from headstart.heads.base import HeadSpec
 from headstart.layers.build import DecoderConfig
 from headstart.models import _latent, keys
@@ -15,8 +13,7 @@ from headstart.models.names import WRAPPED, Names
 
 
 def parse(config: Config) -> DecoderConfig:
-    config, tied = keys.text_config(config)
-    return replace(_latent.parse(config), tied=tied)
+    return _latent.parse(keys.text_config(config))
 
 
 FAMILY = Family(

@@ -38,7 +38,7 @@ MAX_NGRAM, MAX_HEADS = 16, 256
 
 def parse(config: Config) -> DecoderConfig:
     has_images = bool(config.get(_deepseek_vision.V41.key))
-    config, tied = keys.text_config(config)
+    config = keys.text_config(config)
     keys.refuse_others(config, {**deepseek_v4.SERVED, "gate_temp": 1.0})
     streams = replace(stream_spec(config), weighted_end=False, delayed=True)
     feed, memories = experts(config, hashed=False), _memories(config, streams.count, has_images)
@@ -47,7 +47,7 @@ def parse(config: Config) -> DecoderConfig:
         keys.layer(config, mixer, feed, streams=streams, memory=memories.get(index))
         for index, mixer in enumerate(_mixers(config, window))
     ]
-    return replace(with_drafter(config, layers, window, streams, layout=LAYOUT, after=0), tied=tied)
+    return with_drafter(config, layers, window, streams, layout=LAYOUT, after=0)
 
 
 def _mixers(config: Config, window: CompressedConfig) -> list[CompressedConfig]:

@@ -1,29 +1,26 @@
 """Families that the engine cannot run, with their sizes and the missing feature, for `plan`, `launch` and `inspect`.
 
-`read_common` reads their configs, and those of unknown families, by the keys that most config.json files share. Layers
-that layers/ cannot compute are `DeclaredMixer`s: tensor shapes, cache and states, without code.
+`read_common` reads their configs, and those of unknown families, by the keys that most config.json files share.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 from headstart.errors import ModelError
 from headstart.formats.sizes import SIZE_KEYS
 from headstart.heads.base import HeadSpec
-from headstart.kernels.ops import AttentionSpec, KVSpec, RopeSpec
-from headstart.kernels.specs import ConvSpec, DeltaSpec, IndexSpec, RouterSpec, StateSpec, StreamSpec
+from headstart.kernels.ops import RopeSpec
+from headstart.kernels.specs import DeltaSpec, IndexSpec, RouterSpec, StreamSpec
 from headstart.layers.build import DecoderConfig
 from headstart.layers.decoder import LayerConfig
 from headstart.layers.delta import DeltaConfig
-from headstart.layers.indexer import IndexerConfig
+from headstart.layers.indexer import BlockIndexerConfig, IndexerConfig
+from headstart.layers.kda import KDAConfig
 from headstart.layers.mla import MLAConfig
 from headstart.layers.mlp import MLPConfig
 from headstart.layers.moe import MoEConfig
-from headstart.layers.parts import Mixer, MixerConfig
-from headstart.layers.shapes import shapes_of
-from headstart.layers.weights import Weights
+from headstart.layers.parts import MixerConfig
 from headstart.models import _mamba2, keys, mimo_v2_flash
 from headstart.models.base import Family
 from headstart.models.described_mtp import LAYOUTS
@@ -42,26 +39,9 @@ SPARSE_STEPS = ("interleave_moe_layer_step", "decoder_sparse_step", "moe_layer_i
 UNGATED = ("relu2", "relu", "gelu_ungated")  # values of `mlp_hidden_act` for an MLP without gate_proj
 
 
-@dataclass(frozen=True, kw_only=True)
-class DeclaredMixer(MixerConfig):
-    """A mixer of which only the sizes are known: no file has its tensors."""
-
-    matrices: tuple[tuple[int, ...], ...]  # shapes: (out, in) of each
-    num_kernels: int = 0  # launches per layer
-    attention_spec: AttentionSpec | None = None  # how rows read keys and values; None: a recurrence
-    kv_specs: tuple[KVSpec, ...] = ()
-    state_specs: tuple[StateSpec, ...] = ()
-    source_layer: None = None
-
-    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, in_features: int) -> Mixer:
-        for i, shape in enumerate(self.matrices):
-            weights.raw(f"{prefix}.mixer.{i}.weight", shape)
-        return Mixer()
-
-
 def read_common(config: Config) -> DecoderConfig:
     """Sizes and layers by the keys that most families share. Raises ModelError for missing or impossible sizes."""
-    config, tied = keys.text_config(config)
+    config = keys.text_config(config)
     count, hidden = keys.num_layers(config), number(config, "hidden_size")
     num_streams = number(config, "hc_mult", "hc_count", "hc_num_streams", default=1)
     streams = StreamSpec(num_streams, 0, 0.0) if num_streams > 1 else None
@@ -77,7 +57,7 @@ def read_common(config: Config) -> DecoderConfig:
     attending = [layer for layer in layers if layer.mixer.attention_spec and not layer.mixer.attention_spec.window]
     last = (attending or layers)[-1]
     return keys.decoder(
-        config, layers, eps=1e-6, max_length=number(config, "max_position_embeddings", default=2048), tied=tied,
+        config, layers, eps=1e-6, max_length=number(config, "max_position_embeddings", default=2048),
         mtp_layer=LayerConfig(mixer=last.mixer, mlp=layers[-1].mlp, eps=1e-6, streams=streams),
     )  # fmt: skip
 
@@ -119,23 +99,11 @@ def _mixer(config: Config, kind: str, hidden: int) -> MixerConfig:
         gated=flag(config, "attn_output_gate", config.get("linear_num_value_heads") is not None),
         rotated=False,
     )
-    index = _block_index(config)
-    if index is None or window:
-        return attention
-    return DeclaredMixer(
-        matrices=(
-            *shapes_of(partial(attention.build, prefix="", hidden=hidden, eps=1e-6, in_features=hidden)).values(),
-            (index.num_heads * index.head_dim, hidden),
-            (index.head_dim, hidden),
-        ),
-        num_kernels=18,
-        attention_spec=attention.spec,
-        kv_specs=(attention.spec, index),
-    )
+    return attention if window else replace(attention, indexer=_block_indexer(config))
 
 
-def _block_index(config: Config) -> IndexSpec | None:
-    """The indexer of attention over selected blocks of positions (MiniMax-M3, Qwen4-Exp); None without one."""
+def _block_indexer(config: Config) -> BlockIndexerConfig | None:
+    """The indexer of attention over selected blocks of positions, as in MiniMax-M3; None without one."""
     own = {**config, **_object(config, "sparse_attention_config")}
     heads = number(own, "sparse_num_index_heads", "indexer_n_heads", default=0, least=0)
     heads = heads or (number(own, "index_n_heads", default=0, least=0) if own.get("index_topk_blocks") else 0)
@@ -143,13 +111,13 @@ def _block_index(config: Config) -> IndexSpec | None:
         return None
     blocks = number(own, "sparse_topk_blocks", "index_topk_blocks", default=1)
     size = number(own, "sparse_block_size", "index_block_size", "indexer_budget")
-    return IndexSpec(heads, number(own, "sparse_index_dim", "index_head_dim", "indexer_head_dim"), blocks * size)
+    dim = number(own, "sparse_index_dim", "index_head_dim", "indexer_head_dim")
+    return BlockIndexerConfig(spec=IndexSpec(heads, dim, blocks * size), rope=None, eps=1e-6)
 
 
 def _linear(config: Config, hidden: int) -> MixerConfig:
-    """Gated DeltaNet if the config has its keys; else Kimi delta attention (arXiv 2510.26692; transformers 5.24,
-    KimiLinearDeltaAttention), whose decay and gate are per feature and low-rank. The state of lightning attention has
-    the same size."""
+    """Gated DeltaNet if the config has its keys; else Kimi delta attention with low-rank decays and gates. The state of
+    lightning attention has the same size."""
     value_heads = number(config, "linear_num_value_heads", default=0, least=0)
     if value_heads:
         sizes = (
@@ -161,13 +129,8 @@ def _linear(config: Config, hidden: int) -> MixerConfig:
     own = {**config, **_object(config, "linear_attn_config")}
     heads = number(own, "num_heads", "linear_num_heads", "num_attention_heads")
     dim = number(own, "linear_head_dim", "head_dim", default=hidden // heads)
-    inner = heads * dim
-    return DeclaredMixer(
-        matrices=(*[(inner, hidden)] * 3, *[(dim, hidden), (inner, dim)] * 2, (heads, hidden), (hidden, inner)),
-        num_kernels=DeltaConfig.num_kernels,
-        state_specs=(ConvSpec(3 * inner, number(config, "linear_conv_kernel_dim", "short_conv_kernel_size", default=4)),
-                     DeltaSpec(heads, heads, dim, dim)),
-    )  # fmt: skip
+    width = number(config, "linear_conv_kernel_dim", "short_conv_kernel_size", default=4)
+    return KDAConfig(DeltaSpec(heads, heads, dim, dim, by_channel=True), width, rank=dim)
 
 
 def _latent(config: Config) -> MLAConfig:

@@ -16,12 +16,10 @@ from headstart.models.names import OWN_MODULE, WRAPPED, Names
 
 
 def parse(config: Config) -> DecoderConfig:
-    config, tied = keys.text_config(config)
+    config = keys.text_config(config)
     windows = keys.windows_in_turn(config, 4)
     rotated = [window > 0 for window in windows] if any(windows) else []
-    sizes = keys.stack(
-        config, windows=windows, rotated=rotated, mixer={"qk_norm": True}, layers={"norms": "post"}, tied=tied
-    )
+    sizes = keys.stack(config, windows=windows, rotated=rotated, mixer={"qk_norm": True}, layers={"norms": "post"})
     return replace(sizes, mtp_layer=sizes.layers[0])
 
 

@@ -21,7 +21,7 @@ LAYERS_27B = 62  # of which llama.cpp knows 27B
 
 
 def parse(config: Config) -> DecoderConfig:
-    config, tied = keys.text_config(config)
+    config = keys.text_config(config)
     _gemma.refuse_bidirectional(config)
     kinds, window = keys.kinds_in_turn(config, 6), number(config, "sliding_window", default=0, least=0)
     mixers = {
@@ -37,7 +37,6 @@ def parse(config: Config) -> DecoderConfig:
     return keys.decoder(
         keys.by_kind(config)[keys.FULL],
         [keys.layer(config, mixers[kind], keys.mlp(config), norms="sandwich") for kind in kinds],
-        tied=tied,
         embedding_scale=math.sqrt(number(config, "hidden_size")),
         logit_softcap=keys.real(config, "final_logit_softcapping", 0.0),
     )

@@ -22,7 +22,7 @@ SPARSE_LAYERS, SPARSITY = 10, 0.95  # for a config without activation_sparsity_p
 
 
 def parse(config: Config) -> DecoderConfig:
-    config, tied = keys.text_config(config)
+    config = keys.text_config(config)
     _gemma.refuse_bidirectional(config)
     kinds, reads, count = keys.kinds_in_turn(config, 5), keys.by_kind(config), keys.num_layers(config)
     first = count - number(config, "num_kv_shared_layers", default=15, least=0)
@@ -43,7 +43,7 @@ def parse(config: Config) -> DecoderConfig:
 
     plain = keys.layer(config, _attention(reads[FULL], FULL, None), _gemma.mlp(config, 0), norms="sandwich")
     return keys.decoder(
-        reads[FULL], [layer(i) for i in range(count)], tied=tied,
+        reads[FULL], [layer(i) for i in range(count)],
         embedding_scale=math.sqrt(number(config, "hidden_size")),
         logit_softcap=keys.real(config, "final_logit_softcapping", 0.0), streams=altup, mtp_layer=plain,
     )  # fmt: skip

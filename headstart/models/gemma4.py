@@ -27,7 +27,7 @@ OWN = ("head_dim", "num_key_value_heads")  # what `per_layer_config` may say of 
 
 
 def parse(config: Config) -> DecoderConfig:
-    config, tied = keys.text_config(config)
+    config = keys.text_config(config)
     _gemma.refuse_bidirectional(config, "vision")
     unified = str(config["model_type"]).startswith("gemma4_unified")
     kinds = [*keys.kinds_in_turn(config, 6)[:-1], FULL]
@@ -52,7 +52,6 @@ def parse(config: Config) -> DecoderConfig:
     return keys.decoder(
         reads[FULL],
         [layer(i) for i in range(count)],
-        tied=tied,
         embedding_scale=math.sqrt(number(config, "hidden_size")),
         logit_softcap=keys.real(config, "final_logit_softcapping", 0.0),
         mtp_layer=keys.layer(config, plain, _mlp(config, 0, False), norms="sandwich"),

@@ -15,9 +15,9 @@ from headstart.models.names import WRAPPED, Names
 
 
 def parse(config: Config, norms: NormPlacement = "sandwich") -> DecoderConfig:
-    config, tied = keys.text_config(config)
+    config = keys.text_config(config)
     bias = flag(config, "attention_bias", True)
-    return keys.stack(config, mixer={"qkv_bias": bias}, layers={"norms": norms}, tied=tied)
+    return keys.stack(config, mixer={"qkv_bias": bias}, layers={"norms": norms})
 
 
 FAMILY = Family(

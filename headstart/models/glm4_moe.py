@@ -15,11 +15,11 @@ from headstart.models.small import SCRATCH_EXPERTS
 
 
 def parse(config: Config) -> DecoderConfig:
-    config, tied = keys.text_config(config)
+    config = keys.text_config(config)
     mixer = keys.attention(config, qkv_bias=flag(config, "attention_bias"), qk_norm=flag(config, "use_qk_norm"))
     sparse = keys.layer(config, mixer, keys.sigmoid_experts(config))
     layers, recycle = keys.dense_or_sparse(config, mixer, sparse, listed=False), keys.mtp_recycle(config)
-    return keys.decoder(config, layers, mtp_layer=sparse, mtp_recycle=recycle, tied=tied)
+    return keys.decoder(config, layers, mtp_layer=sparse, mtp_recycle=recycle)
 
 
 FAMILY = Family(

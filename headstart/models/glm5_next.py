@@ -34,7 +34,7 @@ SERVED = {"index_kpool_always_select_tail": True, "qk_rope_head_dim": 0, "attent
 
 def parse(config: Config) -> DecoderConfig:
     gguf = config.get("model_type") == LLAMA_CPP
-    config, tied = keys.text_config(config)
+    config = keys.text_config(config)
     keys.refuse_others(config, SERVED | ({"swiglu_limits_shared": config.get("swiglu_limits")} if gguf else {}))
     config = _kda.of_gguf(config) if gguf else _kda.linear_config(config)
     bound = _kda.bound_of(config, "linear_lower_bound", safe=flag(config, "linear_safe_gate", True))
@@ -47,7 +47,7 @@ def parse(config: Config) -> DecoderConfig:
     own = [mixers[kind] for kind in _kinds(config)]
     layers = keys.mixed_layers(config, own, dense, sparse, default=3, streams=streams)
     module = keys.layer(config, mixers[INDEXED], sparse)
-    return keys.decoder(config, layers, streams=streams, tied=tied, mtp_layer=module)
+    return keys.decoder(config, layers, streams=streams, mtp_layer=module)
 
 
 def _kinds(config: Config) -> list[str]:

@@ -54,7 +54,7 @@ def parse(config: Config) -> DecoderConfig:
     if config.get("model_type") == LLAMA_CPP:
         hint = "use the model's safetensors; other engines run the file: headstart launch llamacpp FILE.gguf"
         raise ModelError(f"GGUF files of {LLAMA_CPP} models are not read", hint)
-    config, tied = keys.text_config(config)
+    config = keys.text_config(config)
     keys.refuse_others(config, SERVED)
     dense = MLPConfig(inner=number(config, "dense_intermediate_size", "intermediate_size"))
     sparse = _experts(config)
@@ -68,7 +68,7 @@ def parse(config: Config) -> DecoderConfig:
     longest = number(config, "max_position_embeddings", "model_max_length", default=131072)
     return keys.decoder(
         config, layers, vocab_size=number(config, "unpadded_vocab_size", "vocab_size"), embedding_norm="weighted",
-        logit_scale=1 / real(config, "logits_mup_width_multiplier", 24.0), tied=tied,
+        logit_scale=1 / real(config, "logits_mup_width_multiplier", 24.0),
         mtp_layer=modules[0], mtp_layers=modules, mtp_output_norm=bool(_mtp(config).get("chain_hidden_post_norm")),
         max_length=min(longest, number(config, "log_scaling_n_floor", default=longest)),
     )  # fmt: skip

@@ -28,12 +28,14 @@ def inside(config: Config, inner: Mapping[str, Any]) -> Reading:
     return (config if isinstance(config, Reading) else Reading(config, {})).inside(inner)
 
 
-def text_config(config: Config) -> tuple[Reading, bool]:
-    """(the text part of a multimodal wrapper's config, or a text model's config; whether the LM head is tied)."""
-    inner, tied = config.get("text_config"), flag(config, "tie_word_embeddings")
-    if inner is not None and not isinstance(inner, dict):
+def text_config(config: Config) -> Reading:
+    """The text part of a multimodal wrapper's config, or a text model's config. Either may say that the LM head is
+    tied."""
+    inner = config.get("text_config") or {}
+    if not isinstance(inner, dict):
         raise ModelError("config.json: text_config is not an object")
-    return inside(config, inner or {}), tied or flag(inner or {}, "tie_word_embeddings")
+    tied = flag(config, "tie_word_embeddings") or flag(inner, "tie_word_embeddings")
+    return inside(config, {**inner, "tie_word_embeddings": tied})
 
 
 def number(config: Config, *keys: str, default: int | None = None, least: int = 1, needs: str = "") -> int:

@@ -45,7 +45,7 @@ PARTS = {
 
 
 def parse(config: Config) -> DecoderConfig:
-    config, tied = keys.text_config(config)
+    config = keys.text_config(config)
     if config.get("model_type") == LLAMA_CPP:
         config = keys.inside(_kda.of_gguf(config), IN_GGUF)
     keys.refuse_others(config, SERVED)
@@ -75,7 +75,7 @@ def parse(config: Config) -> DecoderConfig:
         bank = ResidualBankConfig(every, len(layers))
         layers = [_in_bank(layer, i, bank) for i, layer in enumerate(layers)]
     module = keys.layer(config, latent, sparse)
-    return keys.decoder(config, layers, streams=bank, tied=tied, mtp_layer=module)
+    return keys.decoder(config, layers, streams=bank, mtp_layer=module)
 
 
 def _activation(config: Config) -> Activation:

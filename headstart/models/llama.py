@@ -9,12 +9,12 @@ from headstart.models.names import WRAPPED, Names
 
 
 def parse(config: Config) -> DecoderConfig:
-    config, tied = keys.text_config(config)
+    config = keys.text_config(config)
     keys.refuse_others(config, dict.fromkeys(("rope_interleaved", "qk_layer_norms", "use_resampler"), False))
     feed: FeedForwardConfig = keys.mlp(config, bias=flag(config, "mlp_bias"))
     if number(config, "num_experts", default=0, least=0):  # llama.cpp calls Mixtral so
         feed = keys.softmax_experts(config, inner=number(config, "intermediate_size"))
-    return keys.stack(config, mixer=keys.biases(config, own_output=True), feed_forward=feed, tied=tied)
+    return keys.stack(config, mixer=keys.biases(config, own_output=True), feed_forward=feed)
 
 
 FAMILY = Family(

@@ -27,7 +27,7 @@ WITHOUT_NORM = 128
 
 
 def parse(config: Config) -> DecoderConfig:
-    config, tied = keys.text_config(config)
+    config = keys.text_config(config)
     rotated = keys.rotated_layers(config, config.get("no_rope_layers") or None)
     kinds = keys.layer_kinds(config, (CHUNKED, FULL), [CHUNKED if each else FULL for each in rotated])
     sparse = _sparse(config, len(rotated))
@@ -43,7 +43,7 @@ def parse(config: Config) -> DecoderConfig:
         keys.layer(config, _attention(config, kind, turns, normed=normed), experts if each else dense)
         for kind, turns, each in zip(kinds, rotated, sparse, strict=True)
     ]
-    return keys.decoder(config, layers, tied=tied)
+    return keys.decoder(config, layers)
 
 
 def _sparse(config: Config, count: int) -> list[bool]:

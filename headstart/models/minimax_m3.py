@@ -30,7 +30,7 @@ SERVED = {
 
 
 def parse(config: Config) -> DecoderConfig:
-    config, tied = keys.text_config(config)
+    config = keys.text_config(config)
     if config.get("model_type") == LLAMA_CPP:
         config = _of_gguf(config)
     keys.refuse_others(config, SERVED)
@@ -50,7 +50,7 @@ def parse(config: Config) -> DecoderConfig:
     indexed = replace(mixer, indexer=_indexer(config, mixer)) if any(flags) else mixer
     mixers = [indexed if each else mixer for each in flags]
     layers = keys.mixed_layers(keys.with_feed_kinds(config), mixers, dense, experts)
-    return keys.decoder(config, layers, tied=tied, mtp_layer=keys.layer(config, indexed, experts))
+    return keys.decoder(config, layers, mtp_layer=keys.layer(config, indexed, experts))
 
 
 def _of_gguf(config: Config) -> Config:

@@ -14,10 +14,8 @@ from headstart.models.names import WRAPPED, Names
 
 
 def parse(config: Config) -> DecoderConfig:
-    config, tied = keys.text_config(config)
-    return keys.stack(
-        config, windows=keys.windows_in_turn(config), mixer={"temperature": _temperature(config)}, tied=tied
-    )
+    config = keys.text_config(config)
+    return keys.stack(config, windows=keys.windows_in_turn(config), mixer={"temperature": _temperature(config)})
 
 
 def _temperature(config: Config) -> AttentionTemperature | None:

@@ -17,7 +17,7 @@ LLAMA_CPP = "muse-glimmer"
 
 
 def parse(config: Config) -> DecoderConfig:
-    config, tied = keys.text_config(config)
+    config = keys.text_config(config)
     gguf = config.get("model_type") == LLAMA_CPP
     if gguf:
         config = _of_gguf(config)
@@ -38,7 +38,7 @@ def parse(config: Config) -> DecoderConfig:
         },
         layers={"norms": "sandwich", "post_eps": real(config, "post_norm_eps", 1e-8)},
         embedding_norm=True, logit_scale=real(config, "output_multiplier", 0.19611613513818404),
-        logit_softcap=real(config, "final_logit_softcapping", 20.0), tied=tied,
+        logit_softcap=real(config, "final_logit_softcapping", 20.0),
     )  # fmt: skip
 
 

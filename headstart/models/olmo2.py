@@ -13,7 +13,7 @@ WINDOWED = "olmo3"
 
 
 def parse(config: Config) -> DecoderConfig:
-    config, _ = keys.text_config(config)
+    config = keys.text_config(config)
     windows = [0] * keys.num_layers(config)
     if config["model_type"] == WINDOWED or config.get("sliding_window_pattern") is not None:
         windows = keys.windows_in_turn(config, 4)

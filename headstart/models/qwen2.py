@@ -11,9 +11,9 @@ from headstart.models.names import WRAPPED, Names
 
 
 def parse(config: Config) -> DecoderConfig:
-    config, tied = keys.text_config(config)
+    config = keys.text_config(config)
     keys.refuse_others(config, {"use_mrope": False})
-    return keys.stack(config, windows=keys.windows(config), mixer={"qkv_bias": True}, tied=tied)
+    return keys.stack(config, windows=keys.windows(config), mixer={"qkv_bias": True})
 
 
 FAMILY = Family(

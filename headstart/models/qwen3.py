@@ -11,9 +11,9 @@ from headstart.models.names import WRAPPED, Names
 
 
 def parse(config: Config) -> DecoderConfig:
-    config, tied = keys.text_config(config)
+    config = keys.text_config(config)
     mixer = {**keys.biases(config), "qk_norm": True}
-    return keys.stack(config, windows=keys.windows(config), mixer=mixer, tied=tied)
+    return keys.stack(config, windows=keys.windows(config), mixer=mixer)
 
 
 FAMILY = Family(

@@ -17,13 +17,13 @@ VISION_TYPES = ("qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3vlmoe")
 
 def parse(config: Config) -> DecoderConfig:
     kind = config.get("model_type")
-    config, tied = keys.text_config(config)
+    config = keys.text_config(config)
     window = number(config, "sliding_window", default=0, least=0) if flag(config, "use_sliding_window") else 0
     mixer = keys.attention(config, window=window, qk_norm=True, **keys.biases(config))
     experts = keys.softmax_experts(keys.inside(config, {"norm_topk_prob": True}) if kind in VISION_TYPES else config)
     sparse = [keys.has_experts(config, i) for i in range(keys.num_layers(config))]
     layers = [keys.layer(config, mixer, experts if each else keys.mlp(config)) for each in sparse]
-    return keys.decoder(config, layers, tied=tied)
+    return keys.decoder(config, layers)
 
 
 FAMILY = Family(

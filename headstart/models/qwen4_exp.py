@@ -39,7 +39,7 @@ TAPS, MAX_NGRAM, MAX_HEADS = "ple_conv_kernel_size", 16, 256
 
 def parse(config: Config) -> DecoderConfig:
     gguf = config.get("model_type") == LLAMA_CPP
-    config, tied = keys.text_config(config)
+    config = keys.text_config(config)
     config = _of_gguf(config) if gguf else keys.inside(config, {"recurrent_layers": None})
     keys.refuse_others(config, {"mtp_use_dedicated_embeddings": False, "hc_per_branch_norm": True})
     if isinstance(module := config.get("mtp"), dict):
@@ -62,7 +62,7 @@ def parse(config: Config) -> DecoderConfig:
             raise ModelError(f"config.json: ple_layer_ids names layer {index + 1}", "known: layers of linear attention")
         linear: LayerConfig = replace(plain, mixer=delta, memory=memories.get(index))
         layers.append(linear if kind == LINEAR else plain)
-    return keys.decoder(config, layers, tied=tied, streams=streams, mtp_layer=plain, final_norm=False)
+    return keys.decoder(config, layers, streams=streams, mtp_layer=plain, final_norm=False)
 
 
 def _of_gguf(config: Config) -> Config:

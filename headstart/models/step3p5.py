@@ -57,7 +57,7 @@ SPARSE_SIZES = {
 
 
 def parse(config: Config) -> DecoderConfig:
-    config, tied = keys.text_config(config)
+    config = keys.text_config(config)
     keys.refuse_others(config, SERVED)
     count, modules = keys.num_layers(config), keys.num_mtp(config)
     kinds, sparse = _kinds(config, count + modules), _sparse(config, count + modules)
@@ -73,7 +73,7 @@ def parse(config: Config) -> DecoderConfig:
         raise ModelError("config.json: MTP modules of several kinds are not supported", "see the end of layer_types")
     return keys.decoder(
         ropes[FULL] if FULL in ropes else ropes[SLIDING], layers[:count], mtp_layer=heads[0] if heads else None,
-        mtp_recycle=keys.mtp_recycle(config, "pre_norm"), mtp_lm_heads=modules > 0, tied=tied,
+        mtp_recycle=keys.mtp_recycle(config, "pre_norm"), mtp_lm_heads=modules > 0,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from headstart.files import user_path
 from headstart.formats import open_described
 from headstart.formats.base import Checkpoint, Tensor
 from headstart.formats.json_object import read_object, read_packaged
-from headstart.formats.sizes import as_size, num_experts, text_config
+from headstart.formats.sizes import Sizes, as_size, text_config
 from headstart.formats.tensor_parts import part_of
 from headstart.heads.files import read_head
 from headstart.heads.kind import head_kind
@@ -90,9 +90,8 @@ def _check_sizes(name: str, config: Mapping[str, Any]) -> None:
         if key in config and not 1 <= (as_size(config[key]) or 0) <= limit:
             what = f"{name}: {key} in its config is {config[key]!r}, which is not a valid size"
             raise ModelError(what, f"a whole number from 1 to {limit}")
-    if num_experts(config) > MAX_EXPERTS:
-        what = f"{name}: its config has {num_experts(config)} experts"
-        raise ModelError(what, f"at most {MAX_EXPERTS} are supported")
+    if (num_experts := Sizes(config).get("experts") or 0) > MAX_EXPERTS:
+        raise ModelError(f"{name}: its config has {num_experts} experts", f"at most {MAX_EXPERTS} are supported")
 
 
 def _mtp_drafter(family: Family, sizes: DecoderConfig) -> DrafterShape:
