@@ -32,7 +32,7 @@ from headstart.layers.decoder import DecoderLayer, ForwardState, LayerConfig
 from headstart.layers.linear import Linear
 from headstart.layers.mlp import Magnitude, build_magnitude
 from headstart.layers.norm import RMSNorm
-from headstart.layers.streams import AveragedStreams
+from headstart.layers.streams import StreamExpansion
 from headstart.layers.weights import Weights
 
 BEGIN, END = "altup_projections", "altup_unembed_projections"
@@ -65,7 +65,7 @@ def _one_hot(weights: Weights, index: int, size: int) -> Weight:
 
 
 @dataclass(frozen=True)
-class AltUpProjections(AveragedStreams):
+class AltUpProjections(StreamExpansion):
     """From one stream to all and back."""
 
     spec: StreamSpec

@@ -12,6 +12,7 @@ from headstart.layers.costs import FeedForwardCost, LayerCost, num_elements, num
 from headstart.layers.linear import Linear, scale
 from headstart.layers.ngram import NGramMemory, NGramMemoryConfig
 from headstart.layers.norm import NoNorm, Norm, RMSNorm
+from headstart.layers.per_layer import PerLayer, PerLayerConfig
 from headstart.layers.shapes import shapes_of
 from headstart.layers.streams import StreamExpansion, StreamMixer, build_hyper_connection
 from headstart.layers.weights import Shapes, Weights
@@ -81,7 +82,7 @@ class LayerConfig:
     centered: bool = False  # norms subtract the mean (LayerNorm)
     biased: bool = False  # norms add a bias
     residual_scale: float = 1.0  # multiplies the output of each part
-    post_block: parts.PostBlockConfig | None = None
+    post_block: PerLayerConfig | None = None  # after the feed-forward part
     has_layer_scalar: bool = False  # the stream is multiplied by `layer_scalar` [1] at the end
     shortcut: parts.FeedForwardConfig | None = None  # reads the MLP's input, added after the next layer (LongCat-Flash)
     streams: StreamSpec | None = None  # several residual streams (layers/streams.py)
@@ -167,7 +168,7 @@ class DecoderLayer:
     mlp: parts.FeedForward
     mlp_norm: Norm
     residual_scale: float = 1.0
-    post_block: parts.PostBlock | None = None
+    post_block: PerLayer | None = None
     stream_scale: float = 1.0
     parallel: bool = False
     shortcut: parts.FeedForward | None = None

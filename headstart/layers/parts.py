@@ -131,20 +131,6 @@ class FeedForwardConfig(Protocol):
         """Builds it from the tensors under `prefix` (no trailing dot)."""
 
 
-class PostBlock(Protocol):
-    """A part after the feed-forward part that reads the token id (per-layer embeddings)."""
-
-    def __call__(self, ops: Ops, stream: Buffer, token_ids: Buffer, embedded: Buffer) -> Buffer:
-        """The addition to the stream [R, H]; `embedded` [R, H]: input of the first layer."""
-
-
-class PostBlockConfig(Protocol):
-    """Describes a PostBlock."""
-
-    def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float) -> PostBlock:
-        """Builds it from the tensors under `prefix` (no trailing dot) and tensors that layers share."""
-
-
 @dataclass(frozen=True)
 class EmptyMixer(MixerConfig, Mixer):
     """Mixer of a layer that has only a feed-forward part, which then reads the first norm."""

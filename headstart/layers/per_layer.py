@@ -77,6 +77,7 @@ class PerLayer:
     activation: Activation
 
     def __call__(self, ops: Ops, stream: Buffer, token_ids: Buffer, embedded: Buffer) -> Buffer:
+        """The addition to the stream [R, H]; `embedded` [R, H]: input of the first layer."""
         from_table = ops.scale(ops.embed(self.table, token_ids), self.scale)
         per_layer = ops.add(self.norm(ops, self.projection(ops, embedded)), from_table)
         gated = ops.activate_mul(self.gate(ops, stream), per_layer, self.activation)

@@ -18,6 +18,7 @@ from headstart.kernels.ops import Buffer, Ops, Pool, Weight
 from headstart.kernels.specs import StreamSpec
 from headstart.layers.decoder import DecoderLayer, ForwardState, LayerConfig
 from headstart.layers.norm import RMSNorm
+from headstart.layers.streams import StreamExpansion
 from headstart.layers.weights import Weights
 
 PARTS, END = ("self_attention_res", "mlp_res"), "output_attn_res"
@@ -77,7 +78,7 @@ class ResidualBankConfig:
 
 
 @dataclass(frozen=True)
-class ResidualBank:
+class ResidualBank(StreamExpansion):
     """From the embedding to the first sum, and from the last sums to their mixture."""
 
     end: Mixture

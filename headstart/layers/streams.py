@@ -21,7 +21,7 @@ Formula: transformers 5.24, `Qwen4ExpTextGatedResidual`. Canonical tensors: `hc_
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -34,36 +34,28 @@ from headstart.layers.weights import Weights
 DOWN, UP, INJECT = "input_mix_weight_down", "input_mix_weight_up", "block_inject_weight"
 
 
-class StreamExpansion(Protocol):
-    """From one stream to several before the first layer, and back to one after the last."""
-
-    def expand(self, ops: Ops, x: Buffer) -> Buffer:
-        """[R, H] -> [R, streams * H]."""
-
-    def collapse(self, ops: Ops, streams: Buffer, before: Buffer | None = None) -> tuple[Buffer, Buffer | None]:
-        """[R, streams * H] -> ([R, H], weights for `StreamMixer.distribute`). before: weights of the part before,
-        if sums are delayed."""
-
-    def tapped(self, ops: Ops, streams: Buffer, layer: Any, *, sums: bool) -> Buffer:
-        """[R, streams * H] before `layer` (None: after the last one) -> what a drafter reads of them [R, H]. sums: see
-        layers.decoder.SumTaps."""
-
-
-class AveragedStreams:
-    """Residual streams of which drafters read the mean. `expand` makes equal streams; AltUp has its own."""
+class StreamExpansion:
+    """From one residual stream to several before the first layer, and back to one after the last."""
 
     spec: StreamSpec
 
     def expand(self, ops: Ops, x: Buffer) -> Buffer:
-        """[R, H] -> [R, streams * H], before the first layer."""
+        """[R, H] -> [R, streams * H]: equal streams."""
         return repeat_streams(ops, x, self.spec.count)
 
+    def collapse(self, ops: Ops, streams: Buffer, before: Buffer | None = None) -> tuple[Buffer, Buffer | None]:
+        """[R, streams * H] -> ([R, H], weights for `StreamMixer.distribute`). before: weights of the part before,
+        if sums are delayed."""
+        raise NotImplementedError
+
     def tapped(self, ops: Ops, streams: Buffer, layer: Any, *, sums: bool) -> Buffer:
+        """[R, streams * H] before `layer` (None: after the last one) -> their mean [R, H], which a drafter reads. sums:
+        see layers.decoder.SumTaps."""
         return ops.sum_streams(streams, None, self.spec)
 
 
 @dataclass(frozen=True)
-class UnweightedLastSum(AveragedStreams):
+class UnweightedLastSum(StreamExpansion):
     """The sum of the streams after the last layer, without weights of its own: the mean, or by the weights of the last
     part if sums are delayed."""
 
@@ -73,12 +65,8 @@ class UnweightedLastSum(AveragedStreams):
         return ops.sum_streams(streams, before, self.spec), None
 
 
-class StreamMixer(AveragedStreams):
+class StreamMixer(StreamExpansion):
     """Sums the streams before a part of a layer and mixes them after it."""
-
-    def collapse(self, ops: Ops, streams: Buffer, before: Buffer | None = None) -> tuple[Buffer, Buffer | None]:
-        """[R, streams * H] -> (sum [R, H], weights for `distribute`). before: see StreamExpansion."""
-        raise NotImplementedError
 
     def distribute(self, ops: Ops, streams: Buffer, x: Buffer, weights: Buffer) -> Buffer:
         """Streams [R, streams * H] after a part whose output is x [R, H]."""
