@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers, processors
+from numpy.typing import NDArray
+from tokenizers import Regex, decoders, normalizers, pre_tokenizers, processors
 
 from headstart.errors import ModelError
 from headstart.text import _sentencepiece
@@ -28,8 +29,12 @@ def build(metadata: Mapping[str, Any], where: str) -> tokenizers.Tokenizer:
     tokens = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens:
         raise ModelError(f"{where}: tokenizer.ggml.tokens is missing or empty", "convert the model again")
-    if kind == "gpt2" and not pre_tokenizer_of(metadata, where).pieces:
-        tokenizer = _byte_level(metadata, tokens, where)
+    rule = pre_tokenizer_of(metadata, where) if kind == "gpt2" else None
+    if rule is not None and not rule.pieces:
+        vocabulary, pairs = _sentencepiece.token_ids(tokens), _read_merges(metadata, where)
+        model = _sentencepiece.bpe_model(vocabulary, pairs, where, ignore_merges=rule.ignore_merges)
+        tokenizer = tokenizers.Tokenizer(model)
+        finish_byte_level(tokenizer, rule)
     elif kind in ("gpt2", "gemma4"):  # the file has merges; scores are unused
         unknown = special_token(metadata, "unknown", tokens)
         pairs = _read_merges(metadata, where)
@@ -37,19 +42,13 @@ def build(metadata: Mapping[str, Any], where: str) -> tokenizers.Tokenizer:
         tokenizer = _sentencepiece.build_bpe(tokens, pairs, unknown, spec, where)
     else:
         tokenizer = _from_scores(metadata, tokens, where)
-    _add_special_tokens(tokenizer, metadata, tokens)
-    return tokenizer
-
-
-def _byte_level(metadata: Mapping[str, Any], tokens: list[str], where: str) -> tokenizers.Tokenizer:
-    pre_tokenizer = pre_tokenizer_of(metadata, where)
-    pairs = _read_merges(metadata, where)
-    tokenizer = tokenizers.Tokenizer(
-        _sentencepiece.bpe_model(
-            _sentencepiece.token_ids(tokens), pairs, where, ignore_merges=pre_tokenizer.ignore_merges
-        )
+    _sentencepiece.add_tokens(tokenizer, tokens, _token_types(metadata))
+    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", rule.add_bos if rule else kind in ("llama", "gemma4"))
+    adds_eos = metadata.get("tokenizer.ggml.add_eos_token", kind == "t5")
+    bos, eos = (
+        special_token(metadata, name, tokens) if adds else None for name, adds in (("bos", adds_bos), ("eos", adds_eos))
     )
-    finish_byte_level(tokenizer, pre_tokenizer)
+    add_bos_eos(tokenizer, bos, eos)
     return tokenizer
 
 
@@ -84,7 +83,7 @@ def _from_scores(metadata: Mapping[str, Any], tokens: list[str], where: str) -> 
     scores = metadata.get("tokenizer.ggml.scores")
     if not isinstance(scores, np.ndarray) or len(scores) != len(tokens):
         raise ModelError(f"{where}: tokenizer.ggml.scores does not fit its {len(tokens)} tokens", "convert it again")
-    types = _token_types(metadata)
+    types = _token_types(metadata).tolist()
     if metadata["tokenizer.ggml.model"] == "llama":
         pairs = _sentencepiece.merges_by_score(tokens, scores, types)
         unknown = special_token(metadata, "unknown", tokens)
@@ -104,31 +103,9 @@ def _space_prefix(metadata: Mapping[str, Any], default: bool) -> Any:
     return "always" if metadata.get("tokenizer.ggml.add_space_prefix", default) else "never"
 
 
-def _token_types(metadata: Mapping[str, Any]) -> list[int]:
+def _token_types(metadata: Mapping[str, Any]) -> NDArray[Any]:
     types = metadata.get("tokenizer.ggml.token_type")
-    return types.tolist() if isinstance(types, np.ndarray) else []
-
-
-def _ids_of_types(metadata: Mapping[str, Any], *wanted: int) -> list[int]:
-    """Ids of all tokens whose type is one of `wanted`."""
-    types, size = metadata.get("tokenizer.ggml.token_type"), len(metadata["tokenizer.ggml.tokens"])
-    found: list[int] = np.flatnonzero(np.isin(types[:size], wanted)).tolist() if isinstance(types, np.ndarray) else []
-    return found
-
-
-def _add_special_tokens(tokenizer: tokenizers.Tokenizer, metadata: Mapping[str, Any], tokens: list[str]) -> None:
-    """Add control and user-defined tokens, and a post-processor for bos and eos if the file asks for them."""
-    special = [tokens[i] for i in _ids_of_types(metadata, _sentencepiece.CONTROL, _sentencepiece.UNKNOWN) if tokens[i]]
-    plain = [tokens[i] for i in _ids_of_types(metadata, _sentencepiece.USER_DEFINED) if tokens[i]]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
-    tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in plain])
-    kind = metadata.get("tokenizer.ggml.model")
-    default = kind in ("llama", "gemma4") or (kind == "gpt2" and pre_tokenizer_of(metadata, "").add_bos)
-    add_bos = metadata.get("tokenizer.ggml.add_bos_token", default)
-    bos = special_token(metadata, "bos", tokens) if add_bos else None
-    add_eos = metadata.get("tokenizer.ggml.add_eos_token", kind == "t5")
-    eos = special_token(metadata, "eos", tokens) if add_eos else None
-    add_bos_eos(tokenizer, bos, eos)
+    return types if isinstance(types, np.ndarray) else np.array([], np.int32)
 
 
 def add_bos_eos(tokenizer: tokenizers.Tokenizer, bos: str | None, eos: str | None) -> None:
@@ -154,7 +131,8 @@ def end_ids_of(metadata: Mapping[str, Any]) -> set[int]:
     named = (metadata.get(f"tokenizer.ggml.{key}_token_id") for key in _END_KEYS)
     found = {end for end in named if isinstance(end, int)}
     tokens = metadata["tokenizer.ggml.tokens"]
-    control = {tokens[i]: i for i in _ids_of_types(metadata, _sentencepiece.CONTROL) if tokens[i] in END_TOKENS}
+    ids = _sentencepiece.ids_of_types(_token_types(metadata)[: len(tokens)], _sentencepiece.CONTROL)
+    control = {tokens[i]: i for i in ids if tokens[i] in END_TOKENS}
     if {"<|return|>", "<|flush|>"} & control.keys():
         found.discard(control.pop("<|end|>", -1))
     return found | set(control.values())

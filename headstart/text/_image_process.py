@@ -80,13 +80,9 @@ def _reply(replies: Connection, data: bytes, limits: ImageLimits) -> None:
 class _RefusedError(Exception):
     """The image cannot be read, for the reason that the message gives."""
 
-    hint = "send a PNG or JPEG file"
-
-
-class _TooLargeError(_RefusedError):
-    """The image has too many pixels."""
-
-    hint = "make it smaller"
+    def __init__(self, message: str, hint: str = "send a PNG or JPEG file") -> None:
+        super().__init__(message)
+        self.hint = hint
 
 
 def _decode(data: bytes, limits: ImageLimits) -> Any:
@@ -103,7 +99,7 @@ def _decode(data: bytes, limits: ImageLimits) -> Any:
     width, height = image.size
     if width * height > limits.pixels:
         most = limits.pixels // 10**6
-        raise _TooLargeError(f"it has {width} x {height} pixels, and {most} million are allowed")
+        raise _RefusedError(f"it has {width} x {height} pixels, and {most} million are allowed", "make it smaller")
     try:
         image.load()
         return to_rgb(image)

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import tokenizers
@@ -201,6 +201,22 @@ def _add_piece(value: Any, model: SentencePieceModel) -> None:
     model.types.append(fields.get(3, NORMAL))
 
 
+Types: TypeAlias = Sequence[int] | NDArray[np.integer[Any]]  # of tokens, by id
+
+
+def ids_of_types(types: Types, *wanted: int) -> list[int]:
+    """Ids of all tokens whose type is one of `wanted`."""
+    found: list[int] = np.flatnonzero(np.isin(types, wanted)).tolist()
+    return found
+
+
+def add_tokens(tokenizer: tokenizers.Tokenizer, tokens: Sequence[str], types: Types) -> None:
+    """Add control and user-defined tokens, which texts are split at first."""
+    for special, added in ((True, (CONTROL, UNKNOWN)), (False, (USER_DEFINED,))):
+        named = [tokens[i] for i in ids_of_types(types[: len(tokens)], *added) if tokens[i]]
+        tokenizer.add_tokens([AddedToken(token, special=special, normalized=False) for token in named])
+
+
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
     """Number and raw value (an integer or bytes) of each field of a protocol buffer message."""
     at = 0
@@ -246,7 +262,5 @@ def build(file: Path, config: Mapping[str, Any]) -> tuple[tokenizers.Tokenizer, 
         inner = build_bpe(model.tokens, pairs, model.token(model.unknown), spec, str(file))
     else:
         inner = build_unigram(model.tokens, model.scores, model.types, model.unknown, spec, str(file))
-    for special, types in ((True, (CONTROL, UNKNOWN)), (False, (USER_DEFINED,))):
-        named = [token for token, kind in zip(model.tokens, model.types, strict=True) if kind in types and token]
-        inner.add_tokens([AddedToken(token, special=special, normalized=False) for token in named])
+    add_tokens(inner, model.tokens, model.types)
     return inner, model.token(model.bos), model.token(model.eos)
