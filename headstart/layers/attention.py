@@ -52,50 +52,33 @@ class AttentionConfig(MixerConfig):
 
     def build(self, weights: Weights, prefix: str, hidden: int, *, eps: float, in_features: int) -> "Attention":
         """See MixerConfig.build."""
-        name = f"{prefix}.self_attn"
-        linears = {
-            part: weights.linear(f"{name}.{part}", *shape, bias=bias)
-            for part, (shape, bias) in self._linears(hidden, in_features).items()
-        }
-        norms = {
-            part: weights.norm(f"{name}.{part}", width, eps)
-            if not self.qk_norm_unweighted
-            else weights.unweighted_norm(width, eps)
-            for part, width in self._norms.items()
-        }
-        return Attention(
-            q_proj=linears["q_proj"], k_proj=linears.get("k_proj"), v_proj=linears.get("v_proj"),
-            gate_proj=linears.get("gate_proj"), o_proj=linears["o_proj"], q_norm=norms.get("q_norm"),
-            k_norm=norms.get("k_norm"),
-            v_norm=weights.unweighted_norm(self.spec.head_dim, eps) if self.v_norm and "k_proj" in linears else None,
-            indexer=self.indexer.build(weights, name, in_features, in_features=in_features) if self.indexer else None,
-            sinks=weights.get(f"{name}.sinks", self.spec.num_heads) if self.sinks else None, config=self,
-        )  # fmt: skip
-
-    def _linears(self, hidden: int, in_features: int) -> dict[str, tuple[tuple[int, int], bool]]:
-        """Projections by name: ((out, in), has a bias)."""
-        spec = self.spec
+        name, spec, has_keys = f"{prefix}.self_attn", self.spec, self.source_layer is None
         out = spec.num_heads * spec.value_width
-        sizes = {"q_proj": spec.num_heads * spec.head_dim}
-        if self.source_layer is None:
-            sizes["k_proj"] = spec.num_kv_heads * spec.head_dim
-            if not self.keys_are_values:
-                sizes["v_proj"] = spec.num_kv_heads * spec.value_width
-        if self.gated:
-            sizes["gate_proj"] = spec.num_heads if self.gate_per_head else out
-        unbiased = {"gate_proj"} if self.gate_per_head else set[str]()
-        inputs = {name: ((size, in_features), self.qkv_bias and name not in unbiased) for name, size in sizes.items()}
-        return {**inputs, "o_proj": ((hidden, out), self.o_bias)}
 
-    @property
-    def _norms(self) -> dict[str, int]:
-        """Widths of the norms of queries and keys, by name."""
-        if not self.qk_norm:
-            return {}
-        heads = {"q_norm": self.spec.num_heads}
-        if self.source_layer is None:
-            heads["k_norm"] = self.spec.num_kv_heads
-        return {name: self.spec.head_dim * (count if self.qk_norm_over_heads else 1) for name, count in heads.items()}
+        def linear(part: str, size: int, *, bias: bool = self.qkv_bias) -> Linear:
+            return weights.linear(f"{name}.{part}", size, in_features, bias=bias)
+
+        def norm(part: str, num_heads: int) -> RMSNorm:
+            width = spec.head_dim * (num_heads if self.qk_norm_over_heads else 1)
+            if self.qk_norm_unweighted:
+                return weights.unweighted_norm(width, eps)
+            return weights.norm(f"{name}.{part}", width, eps)
+
+        has_values = has_keys and not self.keys_are_values
+        gate, has_gate_bias = (spec.num_heads, False) if self.gate_per_head else (out, self.qkv_bias)
+        return Attention(
+            q_proj=linear("q_proj", spec.num_heads * spec.head_dim),
+            k_proj=linear("k_proj", spec.num_kv_heads * spec.head_dim) if has_keys else None,
+            v_proj=linear("v_proj", spec.num_kv_heads * spec.value_width) if has_values else None,
+            gate_proj=linear("gate_proj", gate, bias=has_gate_bias) if self.gated else None,
+            o_proj=weights.linear(f"{name}.o_proj", hidden, out, bias=self.o_bias),
+            q_norm=norm("q_norm", spec.num_heads) if self.qk_norm else None,
+            k_norm=norm("k_norm", spec.num_kv_heads) if self.qk_norm and has_keys else None,
+            v_norm=weights.unweighted_norm(spec.head_dim, eps) if self.v_norm and has_keys else None,
+            indexer=self.indexer.build(weights, name, in_features, in_features=in_features) if self.indexer else None,
+            sinks=weights.get(f"{name}.sinks", spec.num_heads) if self.sinks else None,
+            config=self,
+        )
 
 
 @dataclass(frozen=True)
