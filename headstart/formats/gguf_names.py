@@ -321,8 +321,7 @@ def canonical_names(names: Iterable[str]) -> dict[str, str]:
         new = _canonical(name, post_norms)
         if new in taken:
             raise ModelError(f"tensors {taken[new]} and {name} both mean {new}", "convert the model again")
-        renamed[name] = taken[new] = new
-        taken[new] = name
+        renamed[name], taken[new] = new, name
     return renamed
 
 

@@ -61,14 +61,9 @@ def mixer(config: Config, **switches: Any) -> Mamba2Config:
         )
     _check_limit(config.get("time_step_limit"))
     return Mamba2Config(
-        **{
-            "scan": ScanSpec(groups, heads, state, size),
-            "conv_width": width,
-            "norm_groups": groups,
-            "conv_bias": flag(config, "mamba_conv_bias", flag(config, "use_conv_bias", True)),
-            **switches,
-        }
-    )
+        scan=ScanSpec(groups, heads, state, size), conv_width=width, norm_groups=groups,
+        conv_bias=flag(config, "mamba_conv_bias", flag(config, "use_conv_bias", True)), **switches,
+    )  # fmt: skip
 
 
 def _head_dim(config: Config, heads: int) -> int:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from headstart.errors import ModelError
 from headstart.formats.sizes import SIZE_KEYS
 from headstart.heads.base import HeadSpec
 from headstart.kernels.ops import RopeSpec
@@ -185,17 +184,12 @@ def _mlp(config: Config) -> MLPConfig:
 
 def _experts(config: Config) -> MoEConfig:
     router = RouterSpec(num_experts=_num_experts(config), top_k=number(config, *ACTIVE_EXPERTS))
-    if router.top_k > router.num_experts:
-        raise ModelError(f"config.json: a token cannot take {router.top_k} of {router.num_experts} experts")
     inner = number(config, "moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
     shared = inner * number(config, *SIZE_KEYS["shared_experts"], default=0, least=0)
-    return MoEConfig(
-        router=router,
-        inner=inner,
-        shared=number(config, *SHARED_WIDTHS, default=shared, least=0),
-        gated=config.get("mlp_hidden_act") not in UNGATED,
-        latent=number(config, "moe_latent_size", default=0, least=0),
-    )
+    return keys.experts(
+        config, router, inner=inner, shared=number(config, *SHARED_WIDTHS, default=shared, least=0), activation="silu",
+        gated=config.get("mlp_hidden_act") not in UNGATED, latent=number(config, "moe_latent_size", default=0, least=0),
+    )  # fmt: skip
 
 
 def _family(unsupported: str, *aliases: str) -> Family:

@@ -8,7 +8,7 @@ from headstart.heads.base import HeadSpec
 from headstart.layers.build import DecoderConfig
 from headstart.models import keys
 from headstart.models.base import Family
-from headstart.models.keys import DENSE, FULL, SLIDING, Config
+from headstart.models.keys import FULL, SLIDING, Config
 from headstart.models.mtp import MTPLayout
 from headstart.models.names import OWN_MODULE, PREFIXES, Names
 
@@ -25,10 +25,7 @@ def parse(config: Config) -> DecoderConfig:
     }
     dense, experts = keys.mlp(config), keys.sigmoid_experts(config)
     feeds = keys.feed_kinds(config, "first_k_dense_replace", "first_last_k_dense_replace", default=1)
-    layers = [
-        keys.layer(config, mixers[window], dense if feed == DENSE else experts)
-        for window, feed in zip(windows, feeds, strict=True)
-    ]
+    layers = keys.mixed_layers(config, [mixers[window] for window in windows], dense, experts, feeds=feeds)
     module_mixer = mixers[max(windows) if module_kinds[0] == SLIDING else 0]
     return keys.decoder(config, layers, mtp_layer=keys.layer(config, module_mixer, dense))
 

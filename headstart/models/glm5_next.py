@@ -44,8 +44,8 @@ def parse(config: Config) -> DecoderConfig:
     dense = replace(keys.mlp(config), activation=activation)
     sparse = replace(keys.sigmoid_experts(config), activation=activation)
     streams = replace(stream_spec(config), weighted_end=False)
-    own = [mixers[kind] for kind in _kinds(config)]
-    layers = keys.mixed_layers(config, own, dense, sparse, default=3, streams=streams)
+    own, feeds = [mixers[kind] for kind in _kinds(config)], keys.feed_kinds(config, "first_k_dense_replace", default=3)
+    layers = keys.mixed_layers(config, own, dense, sparse, feeds=feeds, streams=streams)
     module = keys.layer(config, mixers[INDEXED], sparse)
     return keys.decoder(config, layers, streams=streams, mtp_layer=module)
 

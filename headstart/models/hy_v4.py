@@ -34,7 +34,8 @@ def parse(config: Config) -> DecoderConfig:
     mixers = [latent.sharing(source) for source in glm_moe_dsa.indexer_sources(config)]
     dense, sparse = keys.mlp(config), keys.sigmoid_experts(config)
     limited = replace(sparse, activation=limited_activation(config), shared_activation=sparse.activation)
-    layers = keys.mixed_layers(config, mixers, dense, limited, default=1, streams=streams)
+    feeds = keys.feed_kinds(config, "first_k_dense_replace", default=1)
+    layers = keys.mixed_layers(config, mixers, dense, limited, feeds=feeds, streams=streams)
     return keys.decoder(config, layers, streams=streams, mtp_layer=keys.layer(config, latent, limited))
 
 

@@ -320,15 +320,13 @@ def dense_or_sparse(
 
 def mixed_layers(
     config: Config, mixers: Sequence[MixerConfig], dense: FeedForwardConfig, sparse: FeedForwardConfig, *,
-    default: int = 0, **more: Any,
+    feeds: Sequence[str] | None = None, **more: Any,
 ) -> list[LayerConfig]:  # fmt: skip
-    """One layer for each mixer, with `dense` where `feed_kinds` says DENSE, else `sparse`. default: number of dense
-    layers without a key. more: further fields of LayerConfig."""
-    feeds = feed_kinds(config, "first_k_dense_replace", default=default)
-    return [
-        layer(config, mixer, dense if feed == DENSE else sparse, **more)
-        for mixer, feed in zip(mixers, feeds, strict=True)
-    ]
+    """One layer for each mixer, with `dense` where `feeds` has DENSE, else `sparse`. feeds: of each layer; None: by
+    `first_k_dense_replace`. more: further fields of LayerConfig."""
+    feeds = feed_kinds(config, "first_k_dense_replace") if feeds is None else feeds
+    parts = (dense if feed == DENSE else sparse for feed in feeds)
+    return [layer(config, mixer, part, **more) for mixer, part in zip(mixers, parts, strict=True)]
 
 
 def layer_flags(config: Config, key: str, flags: object) -> list[bool]:

@@ -32,7 +32,8 @@ def parse(config: Config) -> DecoderConfig:
     linear = _kda.low_rank_mixer(config, bound=0.0)
     mixers: dict[str, MixerConfig] = {_kda.FULL: replace(_latent.mixer(config), rope=None), _kda.LINEAR: linear}
     dense, sparse = keys.mlp(config), keys.sigmoid_experts(config)
-    layers = keys.mixed_layers(config, [mixers[kind] for kind in kinds], dense, sparse, default=1)
+    feeds = keys.feed_kinds(config, "first_k_dense_replace", default=1)
+    layers = keys.mixed_layers(config, [mixers[kind] for kind in kinds], dense, sparse, feeds=feeds)
     length = number(config, "max_position_embeddings", default=1048576)
     return keys.decoder(config, layers, max_length=length, mtp_layer=keys.layer(config, mixers[_kda.FULL], sparse))
 

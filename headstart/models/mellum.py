@@ -27,10 +27,8 @@ def parse(config: Config) -> DecoderConfig:
     keys.check_kinds(module_feeds, num_modules, (DENSE, SPARSE))
     kinds, feeds = [*keys.kinds_in_turn(config, 1), module_kinds[0]], [*keys.feed_kinds(config), module_feeds[0]]
     experts = keys.softmax_experts(config)
-    layers = [
-        keys.layer(config, mixers[kind], experts if feed == SPARSE else keys.mlp(config))
-        for kind, feed in zip(kinds, feeds, strict=True)
-    ]
+    dense = keys.mlp(config) if DENSE in feeds else experts
+    layers = keys.mixed_layers(config, [mixers[kind] for kind in kinds], dense, experts, feeds=feeds)
     return keys.decoder(ropes[FULL], layers[:-1], mtp_layer=layers[-1])
 
 

@@ -35,10 +35,7 @@ def parse(config: Config) -> DecoderConfig:
     more = {"eps": real(config, "layernorm_epsilon", real(config, "rms_norm_eps", 1e-5))}
     dense = keys.mlp(config)
     experts = keys.sigmoid_experts(keys.inside(config, {"moe_layer_freq": 1})) if SPARSE in feeds else dense
-    layers = [
-        keys.layer(config, mixers[kind], experts if feed == SPARSE else dense, **more)
-        for kind, feed in zip(kinds, feeds, strict=True)
-    ]
+    layers = keys.mixed_layers(config, [mixers[kind] for kind in kinds], dense, experts, feeds=feeds, **more)
     module, recycle = keys.layer(config, mixers[SLIDING], dense, **more), keys.mtp_recycle(config, "pre_norm")
     return keys.decoder(ropes[FULL], layers, mtp_layer=module, mtp_recycle=recycle, **more)
 

@@ -8,32 +8,24 @@ from headstart.errors import ModelError, quoted
 from headstart.models.mtp import count_keys
 from headstart.params import recommended_names
 
-_FILES = "names of the files and programs that wrote the config"
-_TRAINING = "training only"
-_OUTPUTS = "additional results of transformers' forward call"
-_GENERATION = "generation settings, which are read from generation_config.json"
-_TOKENS = "token ids, which are read from the tokenizer and generation_config.json"
-_CLASSES = "names of classes, for models that classify"
-_WEIGHTS = "read with the tensors (formats/quantization.py)"
-_MASKS = "the mask of a model that drafts in one pass (heads/draft_model.py)"
 _REASONS: Mapping[str, tuple[str, ...]] = {
-    _FILES: (
+    "names of the files and programs that wrote the config": (
         "architectures", "auto_map", "transformers_version", "name_or_path", "model_name", "unsloth_version",
         "unsloth_fixed", "custom_pipelines", "tokenizer_class", "processor_class", "finetuning_task",
         "task_specific_params", "torch_dtype", "dtype", "torchscript", "use_bfloat16", "tf_legacy_loss", "pruned_heads",
         "transformers.js_config", "license", "language", "tags",
     ),
-    _MASKS: ("pard_token", "ptd_token_id"),
-    _TRAINING: (
+    "the mask of a model that drafts in one pass (heads/draft_model.py)": ("pard_token", "ptd_token_id"),
+    "training only": (
         "initializer_range", "initializer_factor", "attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop",
         "attn_pdrop", "dropout", "router_aux_loss_coef", "aux_loss_alpha", "seq_aux", "router_jitter_noise",
         "gradient_checkpointing", "use_grad_checkpoint", "label_smoothing", "mtp_loss_scaling_factor",
     ),
-    _OUTPUTS: (
+    "additional results of transformers' forward call": (
         "output_attentions", "output_hidden_states", "output_router_logits", "return_dict", "use_cache",
         "tie_last_hidden_states", "use_return_dict", "attn_implementation", "experts_implementation", "use_flash_attn",
     ),
-    _GENERATION: (
+    "generation settings, which are read from generation_config.json": (
         *recommended_names(), "max_length", "min_length", "max_new_tokens", "min_new_tokens", "do_sample",
         "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "typical_p", "top_h", "length_penalty",
         "no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids",
@@ -43,19 +35,23 @@ _REASONS: Mapping[str, tuple[str, ...]] = {
         "speculative_decoding", "cache_implementation", "prompt_lookup_num_tokens", "assistant_confidence_threshold",
         "num_assistant_tokens", "num_assistant_tokens_schedule", "trust_remote_code",
     ),
-    _TOKENS: (
+    "token ids, which are read from the tokenizer and generation_config.json": (
         "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "cls_token_id", "mask_token_id", "unk_token_id",
         "decoder_start_token_id", "bos_token", "eos_token", "pad_token", "unk_token", "image_token_id",
         "video_token_id", "vision_start_token_id", "vision_end_token_id", "audio_token_id", "prefix",
         "image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id",
     ),
-    _CLASSES: ("id2label", "label2id", "num_labels", "problem_type", "classifier_dropout", "classifier_bias"),
+    "names of classes, for models that classify": (
+        "id2label", "label2id", "num_labels", "problem_type", "classifier_dropout", "classifier_bias",
+    ),
     "the same computation in slices": ("pretraining_tp", "chunk_size_feed_forward", "ep_size", "tp_size"),
     "a vision or audio part, whose tensors are not loaded": (
         "vision_config", "audio_config", "language_model_only", "visual", "vision_feature_layer",
     ),
     "read elsewhere in headstart": ("model_type", "mtp_recycle", "text_config"),
-    _WEIGHTS: ("quantization_config", "quantization", "compression_config", "weight_block_size"),
+    "read with the tensors (formats/quantization.py)": (
+        "quantization_config", "quantization", "compression_config", "weight_block_size",
+    ),
 }  # fmt: skip
 HARMLESS: Mapping[str, str] = {name: reason for reason, names in _REASONS.items() for name in names}
 """Config key -> why it changes no forward pass, in any family and at any value."""

@@ -28,7 +28,6 @@ class MistralParser(ObjectCallParser, MarkedToolParser):
             raise Mismatch
         self._announce(name)
         yield from self._stream_arguments(_OPEN)
-        yield from self._drop_strays()
 
 
 PARSER = MistralParser
