@@ -33,7 +33,6 @@ HARMLESS = {
     "rope_local_base_freq": "given by rope_parameters",
     "rope_theta": "given by rope_parameters",
     "sliding_window_pattern": "given by layer_types",
-    "cache_implementation": "how another program keeps keys and values",
 }  # fmt: skip
 
 

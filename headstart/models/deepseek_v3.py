@@ -28,7 +28,7 @@ FAMILY = Family(
         **_latent.HARMLESS, "ignore_index": "training only",
         **dict.fromkeys(
             ("media_placeholder_token_id", "use_unified_vision_chunk", "video_placeholder", "projection_hidden_size",
-             "projection_layer_norm_eps", "vision_end_token_id"),
+             "projection_layer_norm_eps"),
             "of images, whose tensors are left out",
         ),
     },

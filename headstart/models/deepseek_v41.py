@@ -199,7 +199,6 @@ FAMILY = Family(
     },
     harmless={
         **deepseek_v4.FAMILY.harmless,
-        **dict.fromkeys(("vision_config", "image_token_id"), "of images"),
         **dict.fromkeys(("candidate_topk_blocks", "candidate_block_size"), "used only by a later indexer"),
         **dict.fromkeys(
             ("engram_vocab_size", "engram_num_embeddings", "engram_max_ngram_size", "engram_n_heads", "engram_head_dim",

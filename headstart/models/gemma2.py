@@ -41,7 +41,6 @@ FAMILY = Family(
     },
     harmless={
         "hidden_act": "given by hidden_activation", "sliding_window_size": "given by sliding_window",
-        "cache_implementation": "of other programs",
     },
     small={
         "model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "head_dim": 16, "sliding_window": 11,

@@ -120,7 +120,6 @@ FAMILY = Family(
         **dict.fromkeys(("rope_theta", "rope_parameters", "rope_scaling"), "positions are not rotated"),
         **dict.fromkeys(("index_topk_freq", "index_skip_topk_offset", "index_topk_pattern"), "given by indexer_types"),
         **dict.fromkeys(("first_k_dense_replace", "full_attn_layers", "kda_layers"), "given by a list of layers"),
-        "router_aux_loss_coef": "training only",
         "layer_norm_eps": "of the indexer's norm, 1e-6 as in DeepSeek's code",
     },
     names=Names(

@@ -27,8 +27,8 @@ FAMILY = Family(
     defaults={"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
     harmless={
         **dict.fromkeys(("cla_share_factor", "attention_head_dim"), "of variants that are refused; given by head_dim"),
-        **dict.fromkeys(("eod_token_id", "sep_token_id", "im_start_id", "im_end_id", "text_start_id"), "ids of tokens"),
-        "use_rotary_pos_emb": "positions are rotated", "norm_type": "RMS norms", "mlp_bias": "read",
+        **dict.fromkeys(("eod_token_id", "im_start_id", "im_end_id", "text_start_id"), "ids of tokens"),
+        "use_rotary_pos_emb": "positions are rotated", "norm_type": "RMS norms",
     },
     aliases=("hunyuan-dense",),  # llama.cpp's
     small={"model_type": "hunyuan_v1_dense", "architectures": ["HunYuanDenseV1ForCausalLM"], "use_qk_norm": True},

@@ -85,7 +85,7 @@ FAMILY = Family(
         **dict.fromkeys(("attention_chunk_size", "use_qk_norm"), "of chunked layers, if there are any"),
         **dict.fromkeys(("num_local_experts", "num_experts_per_tok"), "used only by experts"),
         "intermediate_size_mlp": "used only by dense layers",
-        **dict.fromkeys(("for_llm_compressor", "cache_implementation"), "of other programs"),
+        "for_llm_compressor": "of other programs",
     },
     names=Names(
         WRAPPED,

@@ -127,10 +127,10 @@ FAMILY = Family(
         "sparse_disable_index_value": "indexers have no values",
         "moe_layer_freq": "in mlp_layer_types",
         "n_shared_experts": "shared_intermediate_size says their width",
-        **dict.fromkeys(("mtp_transformer_layers", "use_mtp"), "given by num_mtp_modules"),
+        "mtp_transformer_layers": "given by num_mtp_modules",
         **dict.fromkeys(("image_token_index", "video_token_index", "projector_hidden_size", "merged_hidden_size",
                          "image_seq_length", "multimodal_projector_bias", "process_image_mode",
-                         "vision_feature_layer", "vision_feature_select_strategy"), "of images"),
+                         "vision_feature_select_strategy"), "of images"),
     },
     names=Names(
         {

@@ -27,7 +27,7 @@ FAMILY = Family(
     defaults={"max_position_embeddings": 4096, "partial_rotary_factor": 0.25, "num_key_value_heads": 32},
     harmless={
         "rope_pct": "given by partial_rotary_factor", "norm_eps": "given by layer_norm_eps",
-        "rotary_scaling_factor": "of another implementation", "hidden_dropout": "training only",
+        "rotary_scaling_factor": "of another implementation",
         "rms_norm_eps": "given by layer_norm_eps",
     },
     small={

@@ -278,7 +278,7 @@ FAMILY = Family(
         ),
         **dict.fromkeys(("need_fp32_gate", "use_qk_norm", "max_seq_len", "true_head_dim", "gating"), "always so here"),
         **dict.fromkeys(("norm_dtype", "fp32_residual_connection"), "of vLLM's precision"),
-        **dict.fromkeys(("image_token_id", "projector_bias", "understand_projector_stride", "use_im_start_end",
+        **dict.fromkeys(("projector_bias", "understand_projector_stride", "use_im_start_end",
                          "vision_select_layer", "image_token_len", "patch_token_len", "im_start_token",
                          "im_end_token", "im_patch_token"), "of images"),
     },
