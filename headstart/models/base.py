@@ -10,11 +10,11 @@ from headstart.errors import ModelError
 from headstart.heads.base import BlockSpec, HeadSpec
 from headstart.heads.kind import head_kind
 from headstart.kernels.ops import RawTensor
-from headstart.layers.build import DecoderConfig, OwnDrafter, build_decoder
-from headstart.layers.decoder import Decoder, LayerConfig
+from headstart.layers.build import DecoderConfig, OwnDrafter
+from headstart.layers.decoder import LayerConfig
 from headstart.layers.rope import CONTEXT
 from headstart.layers.vision import VisionConfig
-from headstart.layers.weights import Shapes, Weights
+from headstart.layers.weights import Shapes
 from headstart.models.keys import Config
 from headstart.models.mtp import MTPLayout
 from headstart.models.names import Names, trailing_name
@@ -73,7 +73,6 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict)  # Hugging Face's defaults of absent config keys
     harmless: Mapping[str, str] = field(default_factory=dict)  # config key that may be ignored -> the reason
     names: Names = field(default_factory=Names)  # tensor names
-    build: Callable[[Weights, DecoderConfig], Decoder] = build_decoder  # builds the trunk
     head: HeadSpec | None = None  # formula of native MTP modules; None: the family has none
     mtp: MTPLayout | None = None  # where checkpoints keep MTP modules
     variants: tuple[MTPLayout, ...] = ()  # of checkpoints with other modules; the first that serves a config is used

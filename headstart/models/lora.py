@@ -14,7 +14,7 @@ from headstart.formats.base import Checkpoint, strip_wrapper
 from headstart.formats.quantization import readable
 from headstart.formats.rows import RowSubset, Transposed
 from headstart.kernels.ops import RawTensor
-from headstart.layers.build import DecoderConfig
+from headstart.layers.build import DecoderConfig, build_decoder
 from headstart.layers.weights import Weights
 from headstart.models.base import Family
 from headstart.models.tensors import as_canonical, canonical_tensors, split_by_layers
@@ -57,8 +57,8 @@ def fit_adapter(
         tensors = _in_the_same_format(adapter, checkpoint, family, config)
     else:
         tensors = _in_another_format(adapter, checkpoint, family, config)
-    weights = Weights(tensors, _Collector(), str(adapter.path))  # type: ignore[arg-type]  # it has the methods that `build` calls
-    family.build(weights, config)
+    weights = Weights(tensors, _Collector(), str(adapter.path))  # type: ignore[arg-type]  # it has the methods that `build_decoder` calls
+    build_decoder(weights, config)
     found: list[LowRank | None] = weights.converted
     if left := adapter.tensors.keys() - {each.name for each in found if each}:
         raise ModelError(f"{adapter.path}: LoRA of {names_of(left)} is not supported", REMEDY)

@@ -21,7 +21,7 @@ from headstart.heads.published import MARK, refuse_head
 from headstart.kernels.ops import Backend, RawTensor
 from headstart.kernels.streamed import StreamedBackend, lazy
 from headstart.layers.attention import AttentionConfig
-from headstart.layers.build import DecoderConfig
+from headstart.layers.build import DecoderConfig, build_decoder
 from headstart.layers.decoder import Decoder
 from headstart.layers.ngram import NUMBERS
 from headstart.layers.shapes import UnreadWeights, Valueless
@@ -60,7 +60,7 @@ def load_decoder(
     if isinstance(backend, StreamedBackend):
         tensors = {name: lazy(tensor) for name, tensor in tensors.items()}
     weights = Weights(tensors, backend, str(checkpoint.path), on_take=_counter(tensors, progress))
-    decoder = family.build(weights, config)
+    decoder = build_decoder(weights, config)
     check_all_used(weights)
     return LoadedDecoder(family, config, weights, decoder)
 
@@ -199,7 +199,7 @@ def check_trunk(checkpoint: Checkpoint, family: Family, config: DecoderConfig) -
     else:
         return
     weights = UnreadWeights(as_canonical(read, checkpoint, family, config), str(checkpoint.path))
-    family.build(weights, config)
+    build_decoder(weights, config)
     # An LM head beside tied embeddings is refused only if its values differ.
     if left := [name for name in unused_tensors(weights) if name != LM_HEAD]:
         raise _no_place(weights, left[0], len(left) - 1)

@@ -30,7 +30,7 @@ from headstart.files import atomic_folder
 from headstart.formats import safetensors
 from headstart.formats.base import Checkpoint
 from headstart.heads.base import Head
-from headstart.layers.build import DecoderConfig
+from headstart.layers.build import DecoderConfig, build_decoder
 from headstart.layers.decoder import Decoder, Tap
 from headstart.models.base import Family
 from headstart.models.small import SCRATCH
@@ -141,7 +141,7 @@ class ScratchModel:
         """Trunk and head over the current masters."""
         tensors: Any = canonical_tensors(self._checkpoint, self.family, self.sizes)
         weights = cast_weights(tensors, self.dtype, self._checkpoint.path.name)
-        return self.family.build(weights, self.sizes), native_head(self.family, weights, self.sizes)
+        return build_decoder(weights, self.sizes), native_head(self.family, weights, self.sizes)
 
     def losses(self, tokens: Tensor, config: LossConfig) -> tuple[Tensor, Tensor, Acceptance | None]:
         """tokens [B, T] -> (the trunk's loss, the head's loss, and without gradients the acceptance of its drafts)."""

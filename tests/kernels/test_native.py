@@ -14,6 +14,7 @@ from headstart.config import EngineConfig
 from headstart.core import SamplingParams, StateSteps, StepPlan
 from headstart.engine.load import load_model
 from headstart.kernels.native.placement import FREE, ThreadPlacement
+from headstart.layers.build import build_decoder
 from headstart.layers.weights import Weights
 from headstart.models.tensors import canonical_tensors
 
@@ -48,7 +49,7 @@ class Trunk:
     def __init__(self, family: str, backend: Any) -> None:
         model = reference_model(family)
         weights = Weights(canonical_tensors(model.checkpoint, model.family, model.config), backend, "tiny")
-        decoder = model.family.build(weights, model.config)
+        decoder = build_decoder(weights, model.config)
         pools = [backend.kv_pool(BLOCKS * 16, spec) for spec in decoder.kv_specs]
         states = [backend.state_pool(1, 1, 0, spec) for spec in decoder.state_specs]
         self.backend, self._handle = backend, backend.prepare(decoder.program(pools, state_pools=states))
