@@ -41,10 +41,6 @@ class MergerConfig:
     activation: Activation = "gelu"
     bias: bool = True  # of `up` and `down`
 
-    @property
-    def _statistics(self) -> tuple[str, ...]:
-        return ("shift", "scale") if self.standardized else ()
-
     def _matrices(self, config: "VisionConfig") -> dict[str, tuple[tuple[int, int], bool]]:
         """Matrices by name: ((out, in), has a bias)."""
         width = config.merged_width(self)
@@ -69,7 +65,8 @@ class MergerConfig:
             for part, (size, has_bias) in self._matrices(config).items()
         }
         patch_norm = norm("patch_norm", self.patch_norm, config.hidden_size)
-        statistics = [weights.raw(f"{self.name}.{name}", (width,)).float32() for name in self._statistics]
+        names = ("shift", "scale") if self.standardized else ()
+        statistics = [weights.raw(f"{self.name}.{name}", (width,)).float32() for name in names]
         return Merger(self, patch_norm, norm("norm", self.norm, width), matrices, statistics)
 
 

@@ -16,12 +16,12 @@ from headstart.kernels.specs import DeltaSpec
 from headstart.layers.build import DecoderConfig
 from headstart.layers.kda import KDAConfig
 from headstart.models import keys
-from headstart.models.keys import Config, number
+from headstart.models.keys import MAX_TAPS, Config, number
 from headstart.models.names import DECAY, GGUF_GATE
 from headstart.models.small import Arrays
 
 LINEAR, FULL = keys.LINEAR, keys.FULL
-MAX_DIM, MAX_TAPS = 256, 16
+MAX_DIM = 256
 PARTS: Mapping[str, str] = {**DECAY, ".self_attn.g_proj.": ".self_attn.gate_proj."}
 """Parts of names in files -> canonical parts."""
 CONVS = tuple(f"{part}_conv1d.weight" for part in "qkv")

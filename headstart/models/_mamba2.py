@@ -14,11 +14,11 @@ from headstart.kernels.specs import ScanSpec
 from headstart.layers.build import DecoderConfig
 from headstart.layers.mamba2 import Mamba2Config
 from headstart.models import keys
-from headstart.models.keys import Config, flag, number
+from headstart.models.keys import MAX_TAPS, Config, flag, number
 
 MAMBA, FULL = keys.LINEAR, keys.FULL
 KINDS = {"mamba": MAMBA, "mamba2": MAMBA, "attention": FULL}  # kinds of layers as older files call them
-MAX_TAPS, MAX_FEATURES = 16, 1 << 16
+MAX_FEATURES = 1 << 16
 PARTS: Mapping[str, str] = {
     ".conv1d.": ".conv.", ".dt_bias": ".step_bias", ".A_log": ".decay_rate", ".mamba.D": ".mamba.skip",
 }  # fmt: skip

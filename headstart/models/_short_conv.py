@@ -13,11 +13,10 @@ from headstart.layers.mlp import MLPConfig
 from headstart.layers.parts import FeedForwardConfig, MixerConfig
 from headstart.layers.short_conv import ShortConvConfig
 from headstart.models import keys
-from headstart.models.keys import Config, flag, number, real
+from headstart.models.keys import MAX_TAPS, Config, flag, number, real
 from headstart.models.names import PREFIXES, Names
 
 CONV, FULL = "conv", keys.FULL
-MAX_TAPS = 16
 NAMES = Names(
     {**PREFIXES, "model.embedding_norm.": "norm."},
     parts={

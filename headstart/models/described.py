@@ -52,7 +52,9 @@ def read_common(config: Config) -> DecoderConfig:
         for kind, each in zip(kinds, sparse, strict=True)
     ]
     for index, source in _index_sources(config, count).items():
-        layers[index] = _without_indexer(layers[index], source)
+        mixer = layers[index].mixer
+        if isinstance(mixer, MLAConfig) and mixer.indexer:
+            layers[index] = replace(layers[index], mixer=mixer.sharing(source))
     attending = [layer for layer in layers if layer.mixer.attention_spec and not layer.mixer.attention_spec.window]
     last = (attending or layers)[-1]
     return keys.decoder(
@@ -152,12 +154,6 @@ def _index_sources(config: Config, count: int) -> dict[int, int]:
     own = [str(each)[:1] in "fF" for each in kinds] if isinstance(kinds, str | list) else []
     own = own if len(own) >= count else [max(i - offset + 1, 0) % every == 0 for i in range(count)]
     return {i: max((j for j in range(i) if own[j]), default=0) for i in range(1, count) if not own[i]}
-
-
-def _without_indexer(layer: LayerConfig, source: int) -> LayerConfig:
-    if not isinstance(layer.mixer, MLAConfig) or layer.mixer.indexer is None:
-        return layer
-    return replace(layer, mixer=layer.mixer.sharing(source))
 
 
 def _sparse_layers(config: Config, count: int) -> list[bool]:

@@ -142,7 +142,8 @@ def adapt(tensors: dict[str, RawTensor], config: DecoderConfig, from_gguf: bool)
         if name in ("embed_tokens.weight", "lm_head.weight") and tensor.shape[0] > config.vocab_size:
             ours[name] = tensor.take_rows(np.arange(config.vocab_size))
         elif part == "gate.e_score_correction_bias":
-            shared = _num_shared(tensors, stem)
+            stack = tensors.get(f"{stem}.mlp.shared_experts.shared_w2_weight")
+            shared = stack.shape[0] if stack else 0
             values = np.concatenate((tensor.float32().reshape(-1), np.full(shared, ALWAYS, np.float32)))
             ours[name] = make_tensor(name, values.shape, "F32", values.view(np.uint8))
         elif part == "w13_dn.weight":
@@ -175,11 +176,6 @@ def _unstacked(at: str, stack: RawTensor, first: int, both: bool, scale: float) 
 def _scale(tensors: Mapping[str, RawTensor], *names: str) -> float:
     found = next((tensors[name] for name in names if name in tensors), None)
     return 1.0 if found is None else float(found.float32().reshape(-1)[0])
-
-
-def _num_shared(tensors: Mapping[str, RawTensor], stem: str) -> int:
-    stack = tensors.get(f"{stem}.mlp.shared_experts.shared_w2_weight")
-    return stack.shape[0] if stack else 0
 
 
 def _deinterleave(at: str, both: RawTensor) -> dict[str, RawTensor]:

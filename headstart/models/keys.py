@@ -283,6 +283,7 @@ def decoder(config: Config, layers: Sequence[LayerConfig], **more: Any) -> Decod
 
 
 MAX_LAYERS = 10_000
+MAX_TAPS = 16  # of a causal convolution
 
 
 def num_layers(config: Config, key: str = "num_hidden_layers") -> int:
