@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from headstart import registry
 from headstart.errors import ParameterError, UsageError
 from headstart.files import user_path
-from headstart.wording import LEAVE_OUT, named
+from headstart.wording import LEAVE_OUT, option
 
 Quantization = Literal["int8", "int4"]
 WeightFormat = Literal[
@@ -187,17 +187,17 @@ class EngineConfig:
             self._check(name)
         self._check_names()
         if self.synthetic_rates and self.rule != "exact":
-            what = "takes the place of " + named("rule", self.rule)
-            raise ParameterError(named("synthetic_acceptance"), what, "give one of them")
+            what = "takes the place of " + option("rule", self.rule)
+            raise ParameterError(option("synthetic_acceptance"), what, "give one of them")
         if self.depth == AUTO and self.rule == "rejection":  # drafts change its text, so depth must not follow a clock
             object.__setattr__(self, "depth", FIXED_DEPTH)
         _depth_table(self.depth_by_batch)
-        self._check_range("ngram_max", self.ngram_min, MAX_NGRAM, "it cannot be below " + named("ngram_min"))
+        self._check_range("ngram_max", self.ngram_min, MAX_NGRAM, "it cannot be below " + option("ngram_min"))
         self._check_positive("kv_spill_gb", MAX_GB, "10 is the default")
         if self.gpu_memory_utilization is not None:
             self._check_positive("gpu_memory_utilization", 1, "for example 0.9")
             if self.kv_blocks is not None:
-                what = named("gpu_memory_utilization") + " and " + named("kv_blocks") + " both size the KV cache"
+                what = option("gpu_memory_utilization") + " and " + option("kv_blocks") + " both size the KV cache"
                 raise UsageError(what, "give one of them")
 
     def _check_names(self) -> None:
@@ -206,14 +206,14 @@ class EngineConfig:
                 raise self._unknown(name)
         adapters = [name for name, _ in self.adapters]
         if twice := next((name for name in adapters if adapters.count(name) > 1), None):
-            raise UsageError(named("lora") + f": two adapters are named {twice}", "give each a name of its own")
+            raise UsageError(option("lora") + f": two adapters are named {twice}", "give each a name of its own")
         if missing := next((path for _, path in self.adapters if not _exists(path)), None):
             hint = "give a PEFT directory or a GGUF adapter: NAME=PATH"
-            raise UsageError(named("lora") + f": {missing} does not exist", hint)
+            raise UsageError(option("lora") + f": {missing} does not exist", hint)
         if self.mmproj is not None and not _is_file(self.mmproj):
-            raise UsageError(named("mmproj") + f": {self.mmproj} is not a file", "give llama.cpp's mmproj-*.gguf")
+            raise UsageError(option("mmproj") + f": {self.mmproj} is not a file", "give llama.cpp's mmproj-*.gguf")
         if self.lookup_corpus is not None and not _is_file(self.lookup_corpus):
-            what = named("lookup_corpus") + f": {self.lookup_corpus} is not a file"
+            what = option("lookup_corpus") + f": {self.lookup_corpus} is not a file"
             raise UsageError(what, "give a text file in UTF-8")
 
     @property
@@ -223,14 +223,14 @@ class EngineConfig:
         given = () if self.lora is None else self.lora
         if not isinstance(given, tuple) or not all(isinstance(each, str) for each in given):
             hint = "such as ['sql=./sql-adapter']"
-            raise ParameterError(named("lora"), f"is {given!r}, but must be a list of texts", hint)
+            raise ParameterError(option("lora"), f"is {given!r}, but must be a list of texts", hint)
         pairs = [each.partition("=") for each in given]
         found = [
             (name, path) if equals else (Path(name).name.removesuffix(".gguf"), name) for name, equals, path in pairs
         ]
         for name, path in found:
             if not name.strip() or not path.strip():
-                what = named("lora") + f": {name}={path} has no name or no path"
+                what = option("lora") + f": {name}={path} has no name or no path"
                 raise UsageError(what, "for example sql=./sql-adapter")
         return found
 
@@ -255,11 +255,11 @@ class EngineConfig:
         choices = _literals(name)
         if value is None:
             if type(None) not in kinds:
-                raise ParameterError(named(name), "is None, but must be given", f"its default is {item.default}")
+                raise ParameterError(option(name), "is None, but must be given", f"its default is {item.default}")
         elif bool in kinds and not isinstance(value, bool):
-            raise ParameterError(named(name), f"is {value!r}, but must be True or False")
+            raise ParameterError(option(name), f"is {value!r}, but must be True or False")
         elif str in kinds and not isinstance(value, str):
-            raise ParameterError(named(name), f"is {value!r}, but must be a text")
+            raise ParameterError(option(name), f"is {value!r}, but must be a text")
         elif int in kinds and value not in choices:
             self._check_range(name, *item.metadata["range"])
         elif choices and value not in choices:
@@ -267,20 +267,20 @@ class EngineConfig:
 
     def _unknown(self, name: str) -> ParameterError:
         hint = f"choose from: {', '.join(_choices(name))}"
-        return ParameterError(named(name), f"is {getattr(self, name)!r}, which is unknown", hint)
+        return ParameterError(option(name), f"is {getattr(self, name)!r}, which is unknown", hint)
 
     def _check_positive(self, name: str, high: float, hint: str) -> None:
         value = getattr(self, name)
         if not isinstance(value, int | float) or not 0 < value <= high:
-            raise ParameterError(named(name), f"is {value}, but must be above 0 and at most {high}", hint)
+            raise ParameterError(option(name), f"is {value}, but must be above 0 and at most {high}", hint)
 
     def _check_range(self, name: str, low: int | None, high: int | None, hint: str) -> None:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise ParameterError(named(name), f"is {value!r}, but must be a whole number", hint)
+            raise ParameterError(option(name), f"is {value!r}, but must be a whole number", hint)
         if (low is not None and value < low) or (high is not None and value > high):
             bound = f"at least {low}" if high is None else f"between {low} and {high}"
-            raise ParameterError(named(name), f"is {value}, but must be {bound}", hint)
+            raise ParameterError(option(name), f"is {value}, but must be {bound}", hint)
 
 
 def _plain(value: Any, spellings: Mapping[str, str]) -> Any:
@@ -304,12 +304,12 @@ def _depth_table(text: str | None) -> tuple[tuple[int, int], ...]:
         rows = [tuple(row) for row in json.loads(text)]
     except (ValueError, RecursionError, TypeError):
         what = f"is {text[:200]!r}, which is not a JSON list of lists"
-        raise ParameterError(named("depth_by_batch"), what, hint) from None
+        raise ParameterError(option("depth_by_batch"), what, hint) from None
     for row in rows:
         whole = len(row) == 3 and all(isinstance(value, int) and not isinstance(value, bool) for value in row)
         if not whole or not 1 <= row[0] <= row[1] or not 0 <= row[2] <= MAX_DEPTH:
             what = f"has the row {list(row)}, which is not [from, to, depth]"
-            raise ParameterError(named("depth_by_batch"), what, hint)
+            raise ParameterError(option("depth_by_batch"), what, hint)
     return tuple((row[0], row[2]) for row in sorted(rows))
 
 
@@ -323,10 +323,10 @@ def _rates(text: str | None) -> tuple[float, ...]:
         rates = tuple(float(word) for word in text.split(","))
     except ValueError:
         what = f"is {text!r}, which is not a list of numbers"
-        raise ParameterError(named("synthetic_acceptance"), what, hint) from None
+        raise ParameterError(option("synthetic_acceptance"), what, hint) from None
     if not all(0 <= rate <= before for before, rate in pairwise((1.0, *rates))) or len(rates) > MAX_DEPTH:
         wanted = f"at most {MAX_DEPTH} rates between 0 and 1, none above the one before it"
-        raise ParameterError(named("synthetic_acceptance"), f"is {text}, but must be {wanted}", hint)
+        raise ParameterError(option("synthetic_acceptance"), f"is {text}, but must be {wanted}", hint)
     return rates
 
 

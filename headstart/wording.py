@@ -65,7 +65,7 @@ class OptionText(str):
         return "".join(part if isinstance(part, str) else word(part) for part in self.parts)
 
 
-def named(name: str, value: str | float | None = None) -> OptionText:
+def option(name: str, value: str | float | None = None) -> OptionText:
     """The text of an option alone (see OptionRef)."""
     return OptionText(OptionRef(name, value))
 

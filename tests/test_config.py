@@ -9,7 +9,7 @@ import pytest
 from headstart.config import EngineConfig, config_fields, parse_speculative_config
 from headstart.errors import ParameterError, UsageError
 from headstart.files import read_text
-from headstart.wording import LEAVE_OUT, errors_with_keywords, flag_of, joined, named
+from headstart.wording import LEAVE_OUT, errors_with_keywords, flag_of, joined, option
 
 
 def test_every_field_has_a_default_a_flag_and_a_doc() -> None:
@@ -35,22 +35,22 @@ def test_error_of_a_value_out_of_range_names_flag_and_value(values: dict[str, An
 
 
 @pytest.mark.parametrize(("text", "keywords"), [
-    (named("depth") + " is 3, but goes to 2", "depth is 3, but goes to 2"),
-    (named("depth", 3) + ", or " + named("max_model_len") + " if it fits", "depth=3, or max_model_len if it fits"),
-    ("use " + named("backend", "native") + "; or " + named("quantization", "int4"),
+    (option("depth") + " is 3, but goes to 2", "depth is 3, but goes to 2"),
+    (option("depth", 3) + ", or " + option("max_model_len") + " if it fits", "depth=3, or max_model_len if it fits"),
+    ("use " + option("backend", "native") + "; or " + option("quantization", "int4"),
      "use backend='native'; or quantization='int4'"),
-    (joined(", or ", ("attach " + named("head", "DIR"), named("depth", 0), named("drafter", "ngram"))),
+    (joined(", or ", ("attach " + option("head", "DIR"), option("depth", 0), option("drafter", "ngram"))),
      "attach head=DIR, or depth=0, or drafter='ngram'"),
-    ("with " + named("head", "./a-b") + ", " + named("kv_spill_gb", 0.5), "with head='./a-b', kv_spill_gb=0.5"),
-    (named("lora", "NAME=PATH") + " (" + named("enable_prefix_caching", False) + ")",
+    ("with " + option("head", "./a-b") + ", " + option("kv_spill_gb", 0.5), "with head='./a-b', kv_spill_gb=0.5"),
+    (option("lora", "NAME=PATH") + " (" + option("enable_prefix_caching", False) + ")",
      "lora='NAME=PATH' (enable_prefix_caching=False)"),
-    (named("kv_spill") + ": cannot write a--depth", "kv_spill: cannot write a--depth"),
+    (option("kv_spill") + ": cannot write a--depth", "kv_spill: cannot write a--depth"),
     ("headstart train --kind mtp --out HEAD", "headstart train --kind mtp --out HEAD"),
-    (LEAVE_OUT + ", or " + named("threads", 4), "leave it out, or threads=4"),
+    (LEAVE_OUT + ", or " + option("threads", 4), "leave it out, or threads=4"),
 ])  # fmt: skip
 def test_errors_name_options_as_python_keywords(text: str, keywords: str) -> None:
     with pytest.raises(ParameterError) as refused, errors_with_keywords():
-        raise ParameterError(named("seed"), text, text)
+        raise ParameterError(option("seed"), text, text)
     error = pickle.loads(pickle.dumps(refused.value))
     assert (error.param, error.message, error.hint) == ("seed", f"seed {keywords}", keywords)
     with pytest.raises(UsageError, match=re.escape(f"{text} (hint: {text})")), errors_with_keywords(wanted=False):

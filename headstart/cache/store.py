@@ -29,7 +29,7 @@ import numpy as np
 from headstart.core import Bytes
 from headstart.errors import UsageError
 from headstart.files import read_regular
-from headstart.wording import named
+from headstart.wording import option
 
 Tier = Literal["ram", "disk"]
 log = logging.getLogger("headstart.cache")
@@ -81,7 +81,7 @@ class BlockStore:
             probe.touch()
             probe.unlink()
         except OSError as error:
-            what = named("kv_spill") + f": cannot write {folder}: {error.strerror}"
+            what = option("kv_spill") + f": cannot write {folder}: {error.strerror}"
             raise UsageError(what, "name a directory that may be written") from None
 
     def path(self, part: str, key: bytes) -> Path:

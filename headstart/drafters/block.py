@@ -27,7 +27,7 @@ from headstart.kernels.specs import StateSpec
 from headstart.layers.decoder import tap_width
 from headstart.layers.linear import LMHead
 from headstart.layers.network import Network, NetworkProgram, Pools
-from headstart.wording import named
+from headstart.wording import option
 
 FEATURES, BLOCK, MARKOV, PAIRS = "features", "block", "markov", "pairs.0"
 
@@ -121,7 +121,7 @@ class BlockDrafter(Drafter):
         if head is None or head.spec.block is None:
             raise UsageError(
                 "the model has no block drafter",
-                "attach one with " + named("head", "DIR") + ", or use " + named("drafter", "ngram"),
+                "attach one with " + option("head", "DIR") + ", or use " + option("drafter", "ngram"),
             )
         ids, embedding, lm_heads = vocabulary_parts(target, head)
         module, hidden = head.modules[0], target.config.hidden_size

@@ -25,7 +25,7 @@ from headstart.kernels.draft_loop import PendingSample
 from headstart.kernels.ops import Buffer, Weight
 from headstart.layers.build import raw_lm_head
 from headstart.layers.linear import Linear, LMHead
-from headstart.wording import named
+from headstart.wording import option
 
 MAX_EARLY_PAIRS = 4
 """Most uncached pairs for an early draft. More pairs mean a prompt or a long pause, where an early start gains
@@ -57,7 +57,7 @@ class HeadDrafter(base.Drafter):
         if target.head is None:
             raise UsageError(
                 "the model has no head",
-                "attach one with " + named("head", "DIR") + ", or use " + named("drafter", "ngram"),
+                "attach one with " + option("head", "DIR") + ", or use " + option("drafter", "ngram"),
             )
         return cls(target, target.head)
 

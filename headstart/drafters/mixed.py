@@ -11,7 +11,7 @@ from headstart.drafters.ngram import NgramDrafter
 from headstart.errors import UsageError
 from headstart.heads.kind import head_kind
 from headstart.kernels.draft_loop import PendingSample
-from headstart.wording import named
+from headstart.wording import option
 
 
 class MixedDrafter(Drafter):
@@ -32,7 +32,7 @@ class MixedDrafter(Drafter):
         if target.head is None:
             raise UsageError(
                 "drafter mixed needs a head, but the model has none",
-                "use " + named("drafter", "ngram") + ", or " + named("head", "DIR"),
+                "use " + option("drafter", "ngram") + ", or " + option("head", "DIR"),
             )
         head: type[Drafter] = registry.find("drafters", head_kind(target.head.spec.kind).drafter).DRAFTER
         return cls(NgramDrafter.attach(target), head.attach(target))

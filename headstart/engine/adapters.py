@@ -14,7 +14,7 @@ from headstart.kernels.ops import AdapterBackend, LoraTable, Program
 from headstart.layers.lora import multiplied_weights
 from headstart.layers.network import FORWARD
 from headstart.models.lora import REMEDY, fit_adapter
-from headstart.wording import named
+from headstart.wording import option
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def fit_to_program(file: AdapterFile, model: Model, code: Program) -> FittedAdap
     """Fits an adapter to a program of the trunk. Raises ModelError if it does not fit, or cannot be computed."""
     if not isinstance(model.backend, AdapterBackend):
         raise ModelError(
-            f"backend {model.backend.name} does not run LoRA adapters", "use " + named("backend", "native")
+            f"backend {model.backend.name} does not run LoRA adapters", "use " + option("backend", "native")
         )
     factors = fit_adapter(file, model.checkpoint, model.family, model.config)
     multiplied = multiplied_weights(code)
@@ -66,7 +66,7 @@ class Adapters:
     def find(self, name: str) -> Adapter:
         """A loaded adapter. Raises UsageError for another name."""
         if name not in self.loaded:
-            hint = f"loaded are: {', '.join(self.loaded)}" if self.loaded else "load one: " + named("lora", "NAME=PATH")
+            hint = f"loaded: {', '.join(self.loaded)}" if self.loaded else "load one: " + option("lora", "NAME=PATH")
             raise UsageError(f"no LoRA adapter is named {name!r}", hint)
         return self.loaded[name]
 

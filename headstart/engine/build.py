@@ -33,7 +33,7 @@ from headstart.layers.decoder import tap_width
 from headstart.layers.network import DecoderNetwork, Network, NetworkHandle, stored_width
 from headstart.layers.weights import weights_fingerprint
 from headstart.version import __version__
-from headstart.wording import named
+from headstart.wording import option
 
 if TYPE_CHECKING:
     from headstart.cache.spill import KVSpill
@@ -64,7 +64,7 @@ def build_engine(model: Model, config: EngineConfig, max_bytes: int | None = Non
     drafter = drafter_type.attach(_target(model, config, runner, vocabulary, corpus)) if drafter_type else None
     if drafter and config.depth != AUTO and config.depth > drafter.max_depth:
         what = f"is {config.depth}, but drafter {method} goes to {drafter.max_depth} at most"
-        raise ParameterError(named("depth"), what, f"use {drafter.max_depth} or less")
+        raise ParameterError(option("depth"), what, f"use {drafter.max_depth} or less")
     tap = drafter.tap if drafter else None
     trunk = DecoderNetwork(
         model.decoder, tap, tap_width(tap, model.config.hidden_size, model.config.num_streams),
@@ -112,7 +112,7 @@ def change_head(engine: Engine, model: Model, config: EngineConfig) -> None:
     drafter_type = select_drafter(model, config)[0]
     if model.head is None or drafter_type is None or not drafting.has_head:
         raise UsageError(
-            "no head drafts here", "start with " + named("drafter", "auto") + " and " + named("depth", "auto")
+            "no head drafts here", "start with " + option("drafter", "auto") + " and " + option("depth", "auto")
         )
     # a head with its own draft vocabulary (as `adapt` makes them) ignores --draft-vocab N
     has_own = model.head.draft_token_ids is not None
@@ -167,10 +167,10 @@ def _lookup_corpus(model: Model, name: str | None) -> TextLookup | None:
     has more than MAX_CORPUS tokens."""
     if name is None:
         return None
-    tokens = model.tokenizer.encode(read_text(name, "give a text file", named("lookup_corpus")))
+    tokens = model.tokenizer.encode(read_text(name, "give a text file", option("lookup_corpus")))
     if len(tokens) > MAX_CORPUS:
         raise UsageError(
-            named("lookup_corpus") + f": {name} has {len(tokens)} tokens", f"use a file of at most {MAX_CORPUS}"
+            option("lookup_corpus") + f": {name} has {len(tokens)} tokens", f"use a file of at most {MAX_CORPUS}"
         )
     return SharedLookup.of_corpus(tokens)
 
@@ -193,8 +193,8 @@ def _head_drafter(model: Model, kind: str) -> str:
     own_kind = model.head.spec.kind if model.head else None
     if own_kind != kind:
         has = f"its head is of kind {own_kind}" if own_kind else "it has none"
-        others = f", or use the drafter {own_kind or 'ngram'}, or " + named("depth", 0)
-        hint = "attach one with " + named("head", "DIR") + others
+        others = f", or use the drafter {own_kind or 'ngram'}, or " + option("depth", 0)
+        hint = "attach one with " + option("head", "DIR") + others
         raise UsageError(f"the model has no {head_kind(kind).title} head ({has})", hint)
     return head_kind(kind).drafter
 
@@ -203,7 +203,7 @@ def context_length(model: Model, config: EngineConfig) -> int:
     """Maximum prompt plus output tokens. Raises UsageError for more than the model's context."""
     limit = model.config.max_length
     if config.max_model_len is not None and config.max_model_len > limit:
-        raise ParameterError(named("max_model_len"), f"is {config.max_model_len}, but the model's context is {limit}")
+        raise ParameterError(option("max_model_len"), f"is {config.max_model_len}, but the model's context is {limit}")
     return config.max_model_len or limit
 
 
@@ -232,14 +232,14 @@ def _allocate_cache(
     num_blocks = config.kv_blocks or default
     if num_blocks * config.block_size < max_length:
         raise ParameterError(
-            named("kv_blocks"),
+            option("kv_blocks"),
             f"{num_blocks} of {config.block_size} tokens hold less than one sequence of {max_length}",
             f"give at least {blocks_per_sequence} blocks, or a shorter context",
         )
     wanted = num_blocks * (block_bytes + BLOCK_RECORD)
     if wanted > total and config.kv_blocks:
         raise ParameterError(
-            named("kv_blocks"),
+            option("kv_blocks"),
             f"{num_blocks} take {wanted / 1e9:.1f} GB, but there are {total / 1e9:.1f} GB",
             f"{max(budget // block_bytes, 1)} blocks take {MEMORY_SHARE[device]:.0%} of what is free: the default",
         )

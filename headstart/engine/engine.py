@@ -27,7 +27,7 @@ from headstart.engine.runner import ForwardOutput, PassSamples, Runner
 from headstart.engine.scheduler import Scheduler
 from headstart.engine.verify import SyntheticVerifier, verify_exact, verify_leaves, verify_rejection
 from headstart.errors import CapacityError, ContextError, UsageError
-from headstart.wording import named
+from headstart.wording import option
 
 Deliver = Callable[[list[Delta]], None]
 
@@ -68,7 +68,7 @@ class Engine:
         if max(request.prompt_ids) >= self.runner.vocab_size or min(request.prompt_ids) < 0:
             raise UsageError(f"the prompt holds a token id outside 0..{self.runner.vocab_size - 1}")
         if len(request.prompt_ids) >= self.max_length:
-            hint = "shorten the prompt, or raise " + named("max_model_len") + " if the model allows it"
+            hint = "shorten the prompt, or raise " + option("max_model_len") + " if the model allows it"
             raise ContextError(f"it has {len(request.prompt_ids)} tokens", self.max_length, hint)
         if request.request_id in self._live:
             raise UsageError(f"a request with id {request.request_id!r} is running")
@@ -105,7 +105,7 @@ class Engine:
             _count(sequence.stats, delta.draft or Draft(), delta.num_accepted, len(delta.tokens))
         if not delta.finish_reason and len(sequence.tokens) >= self.max_length:
             what = f"the text has {len(sequence.tokens)} tokens so far, but the context holds {self.max_length}"
-            raise CapacityError(what, "start all engines with the same " + named("max_model_len"))
+            raise CapacityError(what, "start all engines with the same " + option("max_model_len"))
 
     def _start(self, request: Request, choice: int) -> Sequence:
         constraint = request.constraint.copy() if request.constraint is not None else None

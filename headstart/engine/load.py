@@ -46,7 +46,7 @@ from headstart.models.tensors import (
 )
 from headstart.text.image_prompt import ImageProcessor
 from headstart.text.tokenizer import Tokenizer
-from headstart.wording import LEAVE_OUT, named
+from headstart.wording import LEAVE_OUT, option
 
 log = logging.getLogger("headstart.engine")
 NATIVE_HEAD = "the checkpoint"  # Head.source of a head inside the trunk's own files
@@ -80,7 +80,7 @@ def find_head(trunk: Model, config: EngineConfig) -> Head | None:
     if config.head is not None:
         return attach_head(trunk, _head_path(config.head), config.drafter)
     if config.drafter == DRAFT_MODEL:
-        raise UsageError("drafter draft_model needs a second, smaller model", "name it: " + named("head", "MODEL"))
+        raise UsageError("drafter draft_model needs a second, smaller model", "name it: " + option("head", "MODEL"))
     if native := native_head(trunk.family, trunk.weights, trunk.config):
         return native
     shipped = choose_head(shipped_heads(trunk.checkpoint), config.drafter)
@@ -103,7 +103,7 @@ def attach_head(trunk: Model, path: Path, drafter: str = AUTO) -> Head:
         return _head_of_checkpoint(trunk, open_checkpoint(path), drafter)
     if drafter == DRAFT_MODEL:
         message = f"{path} is a head of kind {head.spec.kind}, not a whole model"
-        raise ModelError(message, "use " + named("drafter", head.spec.kind) + ", or name a smaller model")
+        raise ModelError(message, "use " + option("drafter", head.spec.kind) + ", or name a smaller model")
     attached = fit_head(trunk, head, path)
     if head.trunk_fingerprint not in ("", trunk_fingerprint(trunk.weights.tensors)):
         text = "the head %s was trained on other weights (%s): drafts may be wrong, texts are not; see headstart bench"
@@ -171,7 +171,7 @@ def _head_of_checkpoint(trunk: Model, checkpoint: Checkpoint, drafter: str) -> H
     head = native_head(family, weights, config, str(path))
     if head is None:
         message = f"{path} is a {checkpoint.config.get('model_type')} model without an MTP head of its own"
-        raise ModelError(message, "for a whole model that drafts: " + named("drafter", "draft_model"))
+        raise ModelError(message, "for a whole model that drafts: " + option("drafter", "draft_model"))
     return head
 
 
@@ -196,7 +196,7 @@ def _check_fit(trunk: Model, path: Path, **sizes: int) -> None:
         if size and size != (expected := getattr(trunk.config, name)):
             raise ModelError(
                 f"the head {path} does not fit {trunk.name}: its {name} is {size}, the model's is {expected}",
-                "use a head trained for this model; a whole model drafts with " + named("drafter", "draft_model"),
+                "use a head trained for this model; a whole model drafts with " + option("drafter", "draft_model"),
             )
 
 
@@ -283,7 +283,7 @@ def load_model(
             backend.loaded(partly=True)
     found, network, no_tower = load_vision(checkpoint, loaded.family, loaded.config, backend)
     if config.mmproj is not None and no_tower:
-        raise UsageError(named("mmproj") + ": " + no_tower)
+        raise UsageError(option("mmproj") + ": " + no_tower)
     model = Model(
         name=name or hub.DEFAULT_MODEL, checkpoint=checkpoint, family=loaded.family,
         config=_with_modules(loaded.config, heads.num_modules),
@@ -333,7 +333,7 @@ def check_format(checkpoint: Checkpoint, config: EngineConfig) -> None:
     name = "gguf" if checkpoint.format == "gguf" else declared_name(checkpoint.config).replace("_", "-")
     if name != config.quantization:
         raise ParameterError(
-            named("quantization"),
+            option("quantization"),
             f"{config.quantization}, but {checkpoint.name} is {name or 'not quantized'}",
             LEAVE_OUT + ("" if name else "; int8 and int4 round the weights at load"),
         )
@@ -353,7 +353,7 @@ def check_memory(checkpoint: Checkpoint) -> None:
         raise CapacityError(
             f"{checkpoint.name}: {', '.join(types)} become float32 in memory, {size / 1e9:.1f} GB, and this machine "
             f"has {max_bytes / 1e9:.1f}",
-            named("quantization", "int4")
+            option("quantization", "int4")
             + f" rounds them to {small:.1f} GB; a file in Q3_K_M or IQ4_XS is kept as it is",
         )
 

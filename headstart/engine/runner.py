@@ -45,7 +45,7 @@ from headstart.kernels.draft_loop import (
 from headstart.kernels.ops import Backend, Buffer, Handle, LoraTable, Pool, Weight
 from headstart.layers.lora import adapted
 from headstart.layers.network import EMBED, FORWARD, FORWARD_EMBEDDED, Network, NetworkHandle, Pools, stored_width
-from headstart.wording import named
+from headstart.wording import option
 
 
 def build_plan(rows: Seq[Rows], block_size: int, first_position: int = 0, hidden_offset: int | None = None) -> StepPlan:
@@ -272,7 +272,7 @@ class Runner:
             return []
         if cache is None:
             what = "a drafter's network cannot have recurrent layers beside a trunk without"
-            raise ModelError(what, "use " + named("drafter", "ngram"))
+            raise ModelError(what, "use " + option("drafter", "ngram"))
         count = 2 * cache.num_running  # see StateCacheManager.plan_head
         is_trunk = handle is self.trunk
         sizes = (cache.num_slots, cache.num_running, cache.num_kept) if is_trunk else (count, count, 0)

@@ -31,7 +31,7 @@ from headstart.heads.kind import head_kind
 from headstart.kernels.ops import REFINED, Backend, Buffer, Ops, StepInputs
 from headstart.layers.linear import Linear, LMHead, SketchedLinear, sketch_directions
 from headstart.layers.network import NetworkHandle
-from headstart.wording import LEAVE_OUT, named
+from headstart.wording import LEAVE_OUT, option
 
 TEXT_FILE = Path(__file__).with_name("sketch_text.txt")
 """Sample text of many kinds, written for this project, to produce typical hidden states."""
@@ -65,10 +65,10 @@ def reduced_vocabulary(model: Model, wanted: int | str) -> DraftVocabulary:
         return DraftVocabulary()
     vocab = model.config.vocab_size
     if why := _why_fixed(model.head):
-        raise ParameterError(named("draft_vocab"), f"is {wanted}, but {why}", LEAVE_OUT)
+        raise ParameterError(option("draft_vocab"), f"is {wanted}, but {why}", LEAVE_OUT)
     if wanted > vocab:
         what = f"is {wanted}, but the model has {vocab} tokens"
-        raise ParameterError(named("draft_vocab"), what, "full drafts all of them")
+        raise ParameterError(option("draft_vocab"), what, "full drafts all of them")
     ends = sorted(token for token in model.tokenizer.eos_ids if wanted <= token < vocab)[:wanted]
     return DraftVocabulary(np.array([*range(wanted - len(ends)), *ends], np.int64))
 

@@ -9,7 +9,7 @@ from headstart.files import user_path
 from headstart.formats.base import Checkpoint, Format
 from headstart.formats.json_object import read_object
 from headstart.placeholder import check_placeholder, partial_files
-from headstart.wording import named
+from headstart.wording import option
 
 HINT = "give a directory with config.json and *.safetensors, a .gguf file, a Hugging Face repo id or an alias"
 
@@ -66,7 +66,7 @@ def no_checkpoint(path: Path) -> ModelError:
     """The error for an existing path that no format detects."""
     if (path / "adapter_config.json").exists():
         return ModelError(
-            f"{path} is a LoRA adapter, not a whole model", "give its model, with " + named("lora", f"NAME={path}")
+            f"{path} is a LoRA adapter, not a whole model", "give its model, with " + option("lora", f"NAME={path}")
         )
     if path.name.endswith((".safetensors", ".json")) and is_checkpoint(path.parent):
         return ModelError(f"{path} is one file of a checkpoint", f"give its directory: {path.parent}")
@@ -94,5 +94,5 @@ def _why_unknown(path: Path) -> str:
         return f"{path} {'has weights, but' if has_weights else 'is not a checkpoint: it has'} no config.json"
     if files := pytorch_files(path):
         what = f"{path} holds {files[0].name}, a pickle, opened for heads only ("
-        return what + named("head") + "); convert it to safetensors"
+        return what + option("head") + "); convert it to safetensors"
     return f"{path} has a config.json, but no *.safetensors file"

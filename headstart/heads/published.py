@@ -14,7 +14,7 @@ from headstart import registry
 from headstart.errors import ModelError
 from headstart.formats.base import Tensor, strip_wrapper
 from headstart.formats.sizes import Sizes, as_size, lookup
-from headstart.wording import named
+from headstart.wording import option
 
 Document = Mapping[str, Any]
 Arrays = Mapping[str, Any]  # arrays, or (bits, dtype name), as formats.safetensors.save takes them
@@ -90,7 +90,7 @@ def refuse_head(config: Document, path: Path) -> None:
     """Raises ModelError if a config.json that should be a model's is that of a head."""
     found = identify(config)
     if found is not None:
-        hint = "give its model, with " + named("head", str(path)) if found.read or found is OWN else IN_MODEL
+        hint = "give its model, with " + option("head", str(path)) if found.read or found is OWN else IN_MODEL
         raise ModelError(f"{path} is a head, not a whole model", hint)
 
 

@@ -9,7 +9,7 @@ from headstart import registry
 from headstart.config import AUTO, EngineConfig
 from headstart.errors import ParameterError, UsageError
 from headstart.kernels.ops import Backend
-from headstart.wording import joined, named
+from headstart.wording import joined, option
 
 ORACLE = "reference"
 """The backend that others are compared with. Its buffers are torch tensors, on which heads are trained."""
@@ -88,6 +88,6 @@ def _check_flags(config: EngineConfig, chosen: BackendKind, kinds: dict[str, Bac
         for field in sorted(kind.flags - chosen.flags, reverse=True):
             if (value := getattr(config, field)) is not None and value is not False:
                 refusal = kind.limits(config)
-                hint = refusal[0] if refusal else "use " + named("backend", "auto")
+                hint = refusal[0] if refusal else "use " + option("backend", "auto")
                 what = f"{'' if value is True else f'{value} '}needs the {other} backend"
-                raise ParameterError(named(field), what, hint)
+                raise ParameterError(option(field), what, hint)

@@ -17,7 +17,7 @@ from headstart.formats.gguf_file import GgufFile, read, written_number
 from headstart.kernels.ops import RawTensor
 from headstart.models.keys import Config
 from headstart.models.names import Names
-from headstart.wording import named
+from headstart.wording import option
 
 PARTS = {
     ".ln1.": ".input_layernorm.", ".ln2.": ".post_attention_layernorm.", ".attn_out.": ".self_attn.o_proj.",
@@ -53,7 +53,7 @@ def open_projector(path: Path) -> GgufFile:
     plain = {key: value.tolist() if isinstance(value, np.ndarray) else value for key, value in file.metadata.items()}
     file = replace(file, metadata=plain)
     if file.metadata.get("general.architecture") != "clip" or projector_type(file) is None:
-        raise ModelError(f"{path} has no vision tower", "name the model's mmproj file: " + named("mmproj", "FILE"))
+        raise ModelError(f"{path} has no vision tower", "name the model's mmproj file: " + option("mmproj", "FILE"))
     return file
 
 

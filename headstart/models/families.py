@@ -11,13 +11,13 @@ from headstart.layers.build import DecoderConfig
 from headstart.models.base import Family
 from headstart.models.described_mtp import LAYOUTS
 from headstart.models.mtp import MTPLayout
-from headstart.wording import named
+from headstart.wording import option
 
 DRAFTS: Mapping[str, str] = {
     **dict.fromkeys(
-        ("gemma4_assistant", "gemma4_unified_assistant"), "name that model, and this one with " + named("head")
+        ("gemma4_assistant", "gemma4_unified_assistant"), "name that model, and this one with " + option("head")
     ),
-    "gemma4-assistant": "name that model, and the safetensors of this one with " + named("head"),
+    "gemma4-assistant": "name that model, and the safetensors of this one with " + option("head"),
 }
 """model_type of a drafter that is no model by itself -> the hint of the error."""
 SIZE_KEYS = (

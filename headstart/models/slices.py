@@ -28,7 +28,7 @@ from headstart.layers.mlp import MLPConfig
 from headstart.layers.moe import MoEConfig
 from headstart.models.families import all_families
 from headstart.models.tensors import find_family, read_config
-from headstart.wording import named
+from headstart.wording import option
 
 Levels = Mapping[str, int]
 """Config key -> size of the nested parts of a dimension, as groups, heads of a group, columns of a head."""
@@ -70,7 +70,7 @@ def sliced(checkpoint: Checkpoint, name: str | None) -> Checkpoint:
     if not family.nested or checkpoint.canonical_names:
         kind = "GGUF files" if checkpoint.canonical_names else f"{checkpoint.config['model_type']} models"
         known = ", ".join(name for name, each in all_families().items() if each.nested)
-        raise UsageError(named("slice") + f": {kind} are not cut", f"known are safetensors of {known}")
+        raise UsageError(option("slice") + f": {kind} are not cut", f"known are safetensors of {known}")
     config = read_object(path)
     try:
         if config.get("model_type") != (model_type := checkpoint.config["model_type"]):
@@ -78,7 +78,7 @@ def sliced(checkpoint: Checkpoint, name: str | None) -> Checkpoint:
         sizes = family.read(config)
         kept = _kept(read_config(checkpoint, family), sizes)
     except ModelError as error:
-        what = named("slice") + f": {path} is no slice of {checkpoint.name}: {error.message}"
+        what = option("slice") + f": {path} is no slice of {checkpoint.name}: {error.message}"
         raise UsageError(what, error.hint or "give the config.json of a smaller model inside this one") from None
     tensors = {}
     for name, tensor in checkpoint.tensors.items():
@@ -97,7 +97,7 @@ def _config_file(name: str) -> Path:
     path = path / CONFIG if path.is_dir() else path
     if not path.is_file():
         raise UsageError(
-            named("slice") + f": {path} is not a file", "give the config.json of the smaller model, or its folder"
+            option("slice") + f": {path} is not a file", "give the config.json of the smaller model, or its folder"
         )
     return path
 
@@ -159,7 +159,7 @@ def _cut(tensor: Tensor, name: str, kept: Mapping[str, tuple[int, Int64]]) -> Te
     axes = next((axes for pattern, axes in AXES.items() if re.fullmatch(rf"({pattern})(\.\w+)?", name)), None)
     if axes is None or name.rpartition(".")[2] not in WORDS:
         raise ModelError(
-            named("slice") + f": {tensor.name} is of no kind that is cut", "known are BF16, FP8 and NVFP4 weights"
+            option("slice") + f": {tensor.name} is of no kind that is cut", "known are BF16, FP8 and NVFP4 weights"
         )
     indices: list[Int64 | None] = []
     for axis, stored in zip(axes, tensor.shape, strict=False):
@@ -184,6 +184,6 @@ def _stored(tensor: Tensor, name: str, stored: int, size: int, places: Int64) ->
     group = size // stored if grouped and size % stored == 0 else 0
     groups = places.reshape(-1, group) if group and len(places) % group == 0 else None
     if groups is None or (groups[:, 0] % group).any() or (np.diff(groups, axis=1) != 1).any():
-        what = named("slice") + f": {tensor.name} has {stored} values for {size} columns, of which {len(places)} stay"
+        what = option("slice") + f": {tensor.name} has {stored} values for {size} columns, of which {len(places)} stay"
         raise ModelError(what, "groups of columns with one scale are cut as a whole only")
     return groups[:, 0] // group

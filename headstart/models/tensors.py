@@ -35,7 +35,7 @@ from headstart.models.names import Names, trailing_modules
 from headstart.placeholder import DOWNLOAD
 from headstart.text.image_prompt import ImageFormat
 from headstart.text.tokenizer import read_config as read_json
-from headstart.wording import named
+from headstart.wording import option
 
 log = logging.getLogger("headstart.models")
 
@@ -148,7 +148,7 @@ def load_vision(
         found = find_vision(checkpoint, family, trunk)
         if found and found.format.is_marked and backend.runs_on != "cpu":
             what = f"backend {backend.name} does not read images of {checkpoint.config.get('model_type')} models"
-            raise ModelError(what, "use " + named("backend", "native"))
+            raise ModelError(what, "use " + option("backend", "native"))
         if found:
             weights = Weights(found.adapt(), backend, str(checkpoint.projector or checkpoint.path))
             return found, found.config.build(weights), ""

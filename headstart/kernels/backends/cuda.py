@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from headstart.config import EngineConfig
 from headstart.kernels.backend import BackendKind
-from headstart.wording import named
+from headstart.wording import option
 
 if TYPE_CHECKING:
     from headstart.kernels.cuda.backend import CudaBackend
@@ -22,12 +22,12 @@ def limits(config: EngineConfig) -> tuple[str, str] | None:
         if importlib.util.find_spec(package) is None:
             return f"it needs {package}, which is not installed", f"pip install {package}"
     if config.device == "cpu":
-        return "the device is cpu", "use " + named("device", "auto")
+        return "the device is cpu", "use " + option("device", "auto")
     if config.kv_cache_dtype in ("int8", "fp8"):
-        hint = "use " + named("kv_cache_dtype", "bfloat16")
-        return named("kv_cache_dtype", config.kv_cache_dtype) + " is the native backend's", hint
+        hint = "use " + option("kv_cache_dtype", "bfloat16")
+        return option("kv_cache_dtype", config.kv_cache_dtype) + " is the native backend's", hint
     if config.dtype != "float32":
-        return named("dtype", config.dtype) + " is the reference backend's", "leave " + named("dtype") + " out"
+        return option("dtype", config.dtype) + " is the reference backend's", "leave " + option("dtype") + " out"
     return None
 
 

@@ -8,7 +8,7 @@ from headstart import machine
 from headstart.config import EngineConfig
 from headstart.errors import ParameterError
 from headstart.kernels.backend import BackendKind
-from headstart.wording import LEAVE_OUT, named
+from headstart.wording import LEAVE_OUT, option
 
 if TYPE_CHECKING:
     from headstart.kernels.native.backend import NativeBackend
@@ -24,11 +24,11 @@ def limits(config: EngineConfig) -> tuple[str, str] | None:
     if importlib.util.find_spec(EXTENSION) is None:
         return "headstart was installed without a C++ compiler", "install one, then install headstart again"
     if config.device == "cuda":
-        return "the device is cuda", "use " + named("device", "cpu")
+        return "the device is cuda", "use " + option("device", "cpu")
     if config.dtype != "float32":
-        return named("dtype", config.dtype) + " is the reference backend's", "leave " + named("dtype") + " out"
+        return option("dtype", config.dtype) + " is the reference backend's", "leave " + option("dtype") + " out"
     if config.block_size % 16:
-        return named("block_size", config.block_size) + " is not a multiple of 16", "use " + named("block_size", 16)
+        return option("block_size", config.block_size) + " is not a multiple of 16", "use " + option("block_size", 16)
     return None
 
 
@@ -43,7 +43,7 @@ def open_native(config: EngineConfig, files: tuple[Path, ...]) -> "NativeBackend
     threads, cores = machine.thread_count(config.threads), machine.threads().cores
     if threads > max(MAX_THREADS_PER_CORE * cores, MIN_THREAD_LIMIT):
         what = f"is {threads}, but this machine has {cores} cores: they would only wait for each other"
-        raise ParameterError(named("threads"), what, LEAVE_OUT + ": it is what affinity and quota allow")
+        raise ParameterError(option("threads"), what, LEAVE_OUT + ": it is what affinity and quota allow")
     return NativeBackend(
         threads=threads, quantization=config.rounding, kv_dtype=config.kv_cache_dtype,
         portable_bits=config.portable_bits, cache=cache,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headstart import machine
 from headstart.errors import ModelError, UsageError
-from headstart.wording import named
+from headstart.wording import option
 
 Result = TypeVar("Result")
 
@@ -71,7 +71,7 @@ def open_device() -> CudaDevice:
     if not torch.cuda.is_available():
         raise UsageError(
             "the backend is cuda, but torch finds no CUDA GPU",
-            "use " + named("backend", "native") + "; or TRITON_INTERPRET=1: its kernels on the CPU, for tests",
+            "use " + option("backend", "native") + "; or TRITON_INTERPRET=1: its kernels on the CPU, for tests",
         )
     return CudaDevice(torch.device("cuda"), columns=64, elements=1024, wide=False, graphs=True)
 
@@ -83,8 +83,8 @@ def explain_out_of_memory(what: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         free = f"{torch.cuda.mem_get_info()[0] / 1e9:.1f} GB free" if torch.cuda.is_available() else "none free"
-        smaller = named("max_model_len") + " or " + named("kv_blocks") + ", or a smaller model"
-        hint = "use " + named("quantization", "int4") + ", a smaller " + smaller
+        smaller = option("max_model_len") + " or " + option("kv_blocks") + ", or a smaller model"
+        hint = "use " + option("quantization", "int4") + ", a smaller " + smaller
         raise ModelError(f"the GPU has no memory left for {what} ({free})", hint) from error
 
 

@@ -17,7 +17,7 @@ from headstart.kernels.cuda.matrix import CudaMatrix
 from headstart.kernels.cuda.plan import DevicePlan
 from headstart.kernels.ops import Experts, RouterSpec
 from headstart.kernels.reference.moe import ByToken
-from headstart.wording import named
+from headstart.wording import option
 
 _ARRAYS = ("codes", "scales", "offsets")
 
@@ -38,7 +38,7 @@ def check_same_layout(matrices: Sequence[CudaMatrix]) -> None:
     }
     if len(layouts) > 1:
         raise ModelError(
-            "the cuda backend has no kernel for experts of several weight types", "use " + named("backend", "native")
+            "the cuda backend has no kernel for experts of several weight types", "use " + option("backend", "native")
         )
 
 

@@ -54,7 +54,7 @@ from headstart.kernels.native.placement import FREE, ThreadPlacement
 from headstart.kernels.native.program import record
 from headstart.kernels.ops import KVSpec, Program as Code, RawTensor
 from headstart.kernels.specs import CompressSpec, StateSpec
-from headstart.wording import named
+from headstart.wording import option
 
 SlotPool = KVPool | RowPool | HiddenPool | StatePool
 _instances: "WeakSet[NativeBackend]" = WeakSet()
@@ -90,7 +90,7 @@ class NativeBackend:
             self.threads = ThreadPool(threads, placement.groups)
         except RuntimeError as error:
             raise UsageError(
-                f"the system starts no {threads} threads: {error}", "use fewer: " + named("threads", "N")
+                f"the system starts no {threads} threads: {error}", "use fewer: " + option("threads", "N")
             ) from None
         self.placement = placement
         _instances.add(self)
@@ -146,7 +146,7 @@ class NativeBackend:
             return handle
         except ValueError as error:  # a size beyond the kernels' limits
             raise ModelError(
-                f"the native backend cannot run this model: {error}", "use " + named("backend", "reference")
+                f"the native backend cannot run this model: {error}", "use " + option("backend", "reference")
             ) from None
 
     def kv_bytes(self, spec: KVSpec) -> int:

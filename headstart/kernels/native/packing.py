@@ -25,7 +25,7 @@ from headstart.formats.base import Tensor, ends_crc
 from headstart.kernels.native._native import Matrix, ThreadPool, dequantize_into, matrix_bytes, pack_rows, source_form
 from headstart.kernels.ops import RawTensor
 from headstart.version import __version__
-from headstart.wording import named
+from headstart.wording import option
 
 _ALIGN = 64  # bytes
 _FLOATS_AT_ONCE = 4 << 20  # elements packed at a time
@@ -222,7 +222,7 @@ class PackedCache:
             return self._writer.map(entry)
         except OSError as error:
             what = f"the packed weights do not fit into memory, and not into {self.path.parent} either: {error}"
-            raise CapacityError(what, "free some disk space, or round them: " + named("quantization", "int4")) from None
+            raise CapacityError(what, "free disk space, or round them: " + option("quantization", "int4")) from None
 
     def save(self) -> bool:
         """Rewrite the file with old and new matrices, if there are new ones. Returns whether it was written."""

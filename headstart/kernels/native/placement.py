@@ -12,7 +12,7 @@ from typing import Literal
 from headstart.config import Numa
 from headstart.errors import ParameterError
 from headstart.machine import Node
-from headstart.wording import LEAVE_OUT, named
+from headstart.wording import LEAVE_OUT, option
 
 Group = tuple[int, int, tuple[int, ...]]
 """(number of threads, index of their NUMA node, CPUs they are bound to; empty: any CPU)."""
@@ -41,7 +41,7 @@ def choose_placement(threads: int, numa: Numa | None, nodes: Sequence[Node], quo
         return ThreadPlacement(why="off")
     if is_requested and threads < len(nodes):
         what = f"{numa} needs a thread on each of {len(nodes)} nodes, but there are {threads}"
-        raise ParameterError(named("numa"), what, "use more threads, or " + LEAVE_OUT)
+        raise ParameterError(option("numa"), what, "use more threads, or " + LEAVE_OUT)
     if threads < len(nodes) or (quota is not None and not is_requested):
         why = "fewer threads than nodes" if threads < len(nodes) else f"a quota of {quota:g} cores"
         return ThreadPlacement(why=f"{why}: threads run where the system puts them")

@@ -14,7 +14,7 @@ from headstart.errors import UsageError
 from headstart.kernels.ops import Program, RawTensor
 from headstart.kernels.reference.ops import ReferenceOps, widened
 from headstart.kernels.torch_backend import TorchBackend
-from headstart.wording import named
+from headstart.wording import option
 
 ALIGNMENT = 64  # bytes, of weights in memory, as of tensors that torch allocates
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -27,7 +27,7 @@ class ReferenceBackend(TorchBackend):
 
     def __init__(self, *, device: str = "cpu", dtype: str = "float32", threads: int | None = None) -> None:
         if device == "cuda" and not torch.cuda.is_available():
-            raise UsageError("device is cuda, but torch finds no CUDA GPU", "use " + named("device", "cpu"))
+            raise UsageError("device is cuda, but torch finds no CUDA GPU", "use " + option("device", "cpu"))
         self.torch_device, self.dtype = torch.device(device), DTYPES[dtype]
         self.kv_dtype = self.hidden_dtype = self.dtype
         self.state_dtype = widened(self.dtype)
