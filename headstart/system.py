@@ -167,9 +167,9 @@ def line_editing(history: Path, max_lines: int) -> Iterator[None]:
 
 @contextmanager
 def _signals_end_wait_for_key() -> Iterator[None]:
-    """Let signals take effect while readline waits for a key. It notices only those that interrupt the wait: not one
-    that arrives just before it, or on another thread. A thread interrupts the wait after each signal. Does nothing on
-    Windows."""
+    """Run signal handlers while readline waits for a key. readline runs them only if a signal interrupts its wait. A
+    signal just before the wait, or on another thread, does not interrupt it. A helper thread interrupts the wait after
+    each signal. Does nothing on Windows."""
     if sys.platform == "win32":
         yield
         return
@@ -189,7 +189,7 @@ def _signals_end_wait_for_key() -> Iterator[None]:
         nonlocal is_handled
         is_handled = True
 
-    # Python runs the handlers of all signals that have arrived, so SIGURG's shows that none is left
+    # Python runs the handlers of all pending signals together: after SIGURG's handler none is pending
     handler_before = signal.signal(signal.SIGURG, set_handled)
     fd_before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     thread = threading.Thread(target=interrupt, name="headstart-signals", daemon=True)

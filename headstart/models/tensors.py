@@ -244,8 +244,8 @@ def find_family(checkpoint: Checkpoint) -> Family:
 
 
 def _declares_model(config: Mapping[str, Any]) -> bool:
-    """True if `architectures` has a class of the model_type, such as LlamaForCausalLM of llama. The formats of heads
-    need no comparison then, which would import all kinds of heads at each start."""
+    """True if `architectures` has a class of the model_type, such as LlamaForCausalLM of llama. Such a config is not
+    compared with the formats of heads: the comparison imports all kinds of heads, at each start."""
     names, kind = config.get("architectures"), str(config.get("model_type")).removesuffix("_text")
     prefix = kind.replace("_", "").lower()
     classes = [str(each).replace("_", "").lower() for each in names] if isinstance(names, list) else []

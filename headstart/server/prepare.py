@@ -220,7 +220,7 @@ def _encode_messages(
     has_tools = any("tools" in source for source in template.sources.values())
     if tools and not has_tools:
         messages = with_functions(messages, tools)
-    if not template.writes_calls and formats.tools in (None, FORCED_FORMAT):
+    if formats.tools in (None, FORCED_FORMAT) and not template.writes_calls:
         messages = with_plain_calls(messages)
     if not template.takes_developer:
         messages = [each | {"role": "system"} if each["role"] == "developer" else each for each in messages]
