@@ -3,9 +3,11 @@ other requests of the same owner, or in a corpus (as REST does: He 2023). Needs 
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from operator import mul
 from typing import Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from headstart.core import Draft, Sequence
 from headstart.drafters.base import Drafter, DraftRequest, TargetModel, TextLookup
@@ -105,6 +107,9 @@ MAX_SHARED_MATCH = 32  # longest match that is counted; longer ones are no more 
 CANDIDATES = 8  # latest places of each chain that are compared
 ANYONE = 0  # owner of the corpus
 END = -1  # separates texts in the ring; matches no token
+WORD, SHIFT, MULTIPLIER = 2**64, 33, 0x9E3779B97F4A7C15
+WEIGHTS = np.array([pow(MULTIPLIER, place, WORD) for place in range(1, LONG + 1)], np.uint64)
+"""Hash of an n-gram: its tokens' weighted sum, xor owner, times MULTIPLIER, modulo WORD; bits from SHIFT on."""
 
 
 class _Chain:
@@ -112,21 +117,28 @@ class _Chain:
 
     def __init__(self, size: int, capacity: int) -> None:
         self.size, self._capacity = size, capacity
-        self._latest = np.zeros(capacity, np.int64).data
-        self._before = np.zeros(capacity, np.int32).data
+        self._latest = np.zeros(capacity, np.int64)
+        self._before = np.zeros(capacity, np.int32)
 
-    def add(self, place: int, owner: int, gram: tuple[int, ...]) -> None:
-        slot = hash((owner, gram)) % self._capacity
-        self._before[place % self._capacity] = min(place - self._latest[slot], self._capacity)
-        self._latest[slot] = place
+    def add(self, owner: int, start: int, tokens: NDArray[np.uint64]) -> None:
+        """Adds every n-gram of `tokens` [n] (n at least `size`), which lie at ring positions `start`, start + 1, ..."""
+        sums = np.correlate(tokens, WEIGHTS[: self.size], "valid")  # as in `places`
+        slots = (((sums ^ np.uint64(owner % WORD)) * MULTIPLIER) >> SHIFT) % self._capacity
+        order = np.argsort(slots, kind="stable")
+        slots, places = slots[order], order + (start + self.size)
+        previous, repeated = self._latest[slots], slots[1:] == slots[:-1]
+        previous[1:][repeated] = places[:-1][repeated]
+        self._before[places % self._capacity] = np.minimum(places - previous, self._capacity)
+        self._latest[slots] = places  # of equal slots the last place stays
 
-    def places(self, oldest: int, owner: int, gram: tuple[int, ...]) -> list[int]:
+    def places(self, oldest: int, owner: int, gram: Seq[int]) -> list[int]:
         """Positions after `oldest` where the n-gram may have occurred."""
-        found: list[int] = []
-        place = self._latest[hash((owner, gram)) % self._capacity]
+        found, latest, before = list[int](), self._latest.data, self._before.data
+        mixed = ((sum(map(mul, gram, WEIGHTS.tolist())) ^ owner) * MULTIPLIER) % WORD >> SHIFT
+        place = latest[mixed % self._capacity]
         while place > oldest and len(found) < CANDIDATES:
             found.append(place)
-            place -= self._before[place % self._capacity]
+            place -= before[place % self._capacity]
         return found
 
 
@@ -141,8 +153,8 @@ class SharedLookup:
     def __init__(self, memory: int = MEMORY) -> None:
         self.capacity, self.end = max(memory // PER_TOKEN, MAX_SHARED_MATCH), 1
         self._first = 0  # places before this one are forgotten
-        self._tokens = np.zeros(0, np.int32).data  # the ring comes with the first text
-        self._owners = np.zeros(0, np.int64).data
+        self._tokens = np.zeros(0, np.int32)  # the ring comes with the first text
+        self._owners = np.zeros(0, np.int64)
         self._chains: tuple[_Chain, ...] = ()
 
     @classmethod
@@ -155,17 +167,19 @@ class SharedLookup:
     def add(self, owner: int, context: Seq[int], text: Seq[int]) -> None:
         """Adds a text; `context` is the text before it, whose end helps to find the beginning."""
         if not self._chains:
-            self._tokens = np.zeros(self.capacity, np.int32).data
-            self._owners = np.zeros(self.capacity, np.int64).data
+            self._tokens = np.zeros(self.capacity, np.int32)
+            self._owners = np.zeros(self.capacity, np.int64)
             self._chains = _Chain(LONG, self.capacity), _Chain(SHORT, self.capacity)
-        whole = [*context[-MAX_SHARED_MATCH:], *text][-self.capacity + 1 :]
-        first, start = len(whole) - len(text), self.end + 1
-        for index, token in enumerate((END, *whole), self.end):
-            self._tokens[index % self.capacity], self._owners[index % self.capacity] = token, owner
-        self.end = start + len(whole)
+        whole = np.array([END, *context[-MAX_SHARED_MATCH:], *text][-self.capacity :])
+        whole[0] = END
+        places = np.arange(self.end, self.end + len(whole)) % self.capacity
+        self._tokens[places], self._owners[places] = whole, owner
+        first, start = len(whole) - len(text), self.end
+        self.end += len(whole)
         for chain in self._chains:
-            for index in range(max(first, chain.size), len(whole)):
-                chain.add(start + index, owner, tuple(whole[index - chain.size : index]))
+            begin = max(first - chain.size, 1)
+            if begin + chain.size < len(whole):
+                chain.add(owner, start + begin, whole[begin:-1].astype(np.uint64))
 
     def find(self, owner: int, tokens: Seq[int], limit: int) -> tuple[list[int], int]:
         """Up to `limit` tokens after the longest match with the end of `tokens`, and the match's length; 0: none."""
@@ -174,7 +188,7 @@ class SharedLookup:
         tail = list(tokens[-MAX_SHARED_MATCH:])
         best, longest = 0, SHORT - 1
         for chain in self._chains:
-            for place in chain.places(self._oldest, owner, tuple(tail[-chain.size :])):
+            for place in chain.places(self._oldest, owner, tail[-chain.size :]):
                 if (size := self._matched(place, owner, tail)) > longest:
                     best, longest = place, size
             if longest >= chain.size:
@@ -188,7 +202,7 @@ class SharedLookup:
 
     def _matched(self, place: int, owner: int, tail: Seq[int]) -> int:
         """Number of tokens before `place` that equal the end of `tail`."""
-        ring, capacity, oldest = self._tokens, self.capacity, self._oldest
+        ring, capacity, oldest = self._tokens.data, self.capacity, self._oldest
         size = 0
         if self._owners[place % capacity] != owner:
             return 0
@@ -199,9 +213,9 @@ class SharedLookup:
         return size
 
     def _following(self, place: int, limit: int) -> list[int]:
-        found: list[int] = []
+        found, ring = list[int](), self._tokens.data
         for index in range(place, min(place + limit, self.end)):
-            token = self._tokens[index % self.capacity]
+            token = ring[index % self.capacity]
             if token == END:
                 break
             found.append(token)

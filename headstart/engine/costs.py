@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 KNOTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Row counts at which a cost curve has its knots."""
@@ -78,8 +78,7 @@ def _interpolate(at: int, counts: Seq[int], seconds: Seq[float], slope: float) -
     return seconds[high - 1] + share * (seconds[high] - seconds[high - 1])
 
 
-@dataclass(frozen=True)
-class PassShape:
+class PassShape(NamedTuple):
     """Size of one pass."""
 
     rows: int  # rows that are sampled

@@ -28,7 +28,9 @@ one sequence shortens a large batch by less than its share, and sequences that e
 passes."""
 PROBES = 0.005  # share of all time that may be spent on drafts that do not pay at present
 FIRST_PROBES = 16  # drafts of a new engine that are made without time credit, while acceptance is unknown
-MAX_REST_STEPS = 7  # maximum of successive steps without drafts, when neither the head nor lookups pay
+MAX_REST_STEPS, REST_PER_SEQUENCE = 7, 2
+"""Maximum of successive steps without drafts, when neither the head nor lookups pay: MAX_REST_STEPS, or in large
+batches REST_PER_SEQUENCE for each sequence, since a token saved there is a smaller share of the step."""
 DRAFT_ROW = 0.1  # cost of a row in a draft that takes one pass, as a share of the draft step
 MIN_ROW_SHARE = 0.002
 """Minimum cost of a row, as a share of a plain pass: measured differences may be too small by chance."""
@@ -72,6 +74,7 @@ class AutoDepth:
         self._margin, self._prudence, self._min_probability = 0.0, 1.0, 0.0
         self._asks_head = False
         self._rest_steps = self._steps_to_skip = 0  # steps without drafts: in all, and left
+        self._longest_rest = MAX_REST_STEPS
 
     @property
     def share(self) -> float:
@@ -110,6 +113,7 @@ class AutoDepth:
         Returns False if no draft can pay, however sure it is.
         """
         costs, count = self.costs, next_pass.rows
+        self._longest_rest = max(MAX_REST_STEPS, REST_PER_SEQUENCE * count)
         self._pass_rows, self._reach_s = costs.weighted_rows(next_pass), costs.reach * next_pass.reach / count
         self._rows_s = costs.passes.at(self._pass_rows)
         self._pass_s = self._rows_s + count * self._reach_s
@@ -123,8 +127,12 @@ class AutoDepth:
         self.draft_s = self._prudence * costs.drafts.at(count) / count
         if self.row_s < self.token_s:
             return True
-        self._steps_to_skip = MAX_REST_STEPS
+        self._steps_to_skip = self._longest_rest
         return False
+
+    def saves_time(self, count: int) -> bool:
+        """True if a draft of `count` tokens that are certain to be accepted is worth making, at the latest costs."""
+        return count * (self.token_s - self.row_s) > self._margin
 
     def _rows_seconds(self, rows: int) -> float:
         """Seconds that `rows` drafted rows, at the mean position of the others, add to the next pass."""
@@ -136,7 +144,8 @@ class AutoDepth:
         if gain <= 0 or not candidate.num_uncached:
             return max(gain, 0.0)
         left = min(self._mean_length, sequence.request.params.max_tokens - sequence.num_output)
-        return gain if gain * left > self.costs.catch_up * candidate.num_uncached else 0.0
+        steps = left / (1 + self.acceptance.table(sequence, self.method, 0).mean)
+        return gain if gain * steps > self.costs.catch_up * candidate.num_uncached else 0.0
 
     def _savings(self, sequence: Sequence, limit: int) -> list[float]:
         """Expected saving of each token of the head's draft, times the probability that it is reached. Only the first
@@ -205,7 +214,7 @@ class AutoDepth:
         for index, leaf in leaves:
             drafts[index].draft.leaves.append(leaf)
         num_verified = sum(lengths) + len(leaves)
-        self._rest_steps = 0 if num_verified or self._asks_head else min(self._rest_steps + 1, MAX_REST_STEPS)
+        self._rest_steps = 0 if num_verified or self._asks_head else min(self._rest_steps + 1, self._longest_rest)
         self._steps_to_skip = self._rest_steps
         if drafts:
             self._mean_verified += (1 - KEPT_DECAY) * (num_verified / len(drafts) - self._mean_verified)

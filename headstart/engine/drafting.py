@@ -113,18 +113,21 @@ class Drafting:
 
     def _make_requests(self, sequences: Seq[Sequence]) -> list[DraftRequest]:
         assert self.drafter is not None
+        may_pay = not (self.depth == AUTO and self.auto.should_skip_step())
+        if not may_pay:  # all but forced tokens and drafts of a requested depth wait
+            sequences = [each for each in sequences if each.constraint is not None or each.request.depth is not None]
         ready = [each for each in sequences if each.finish_reason is None and each.num_computed == len(each.tokens) - 1]
         depth_limit = self._config.depth_limit(len(self._scheduler.running))
-        requests, candidates, can_pay = [], [], None
+        requests, candidates, can_pay = [], [], None if may_pay else False
         for sequence in ready:
             depth = self._depth_of(sequence)
             max_tokens = self.drafter.auto_limit if depth == AUTO else min(self.max_depth, depth)
             num_tokens = min(max_tokens, depth_limit, self._draft_room(sequence))
-            if num_tokens <= 0 or self._force(sequence):
+            if num_tokens <= 0:
                 continue
             if depth == AUTO and can_pay is None:
-                can_pay = not self.auto.should_skip_step() and self.auto.estimate_costs(self._next_pass(ready))
-            if depth == AUTO and not can_pay:
+                can_pay = self.auto.estimate_costs(self._next_pass(ready))
+            if self._force(sequence, is_auto=depth == AUTO) or (depth == AUTO and not can_pay):
                 continue
             width = self._width(sequence, num_tokens, is_auto=depth == AUTO)
             if not self._reserve(sequence, num_tokens):
@@ -157,12 +160,14 @@ class Drafting:
         reach = sum([len(each.tokens) for each in ready])
         return PassShape(len(ready), max(0, min(pending, scheduler.budget - len(ready))), reach)
 
-    def _force(self, sequence: Sequence) -> bool:
-        """Drafts tokens that are the only allowed ones: certain to be accepted, whatever the depth."""
+    def _force(self, sequence: Sequence, *, is_auto: bool) -> bool:
+        """Drafts tokens that are the only allowed ones, which are certain to be accepted; with depth `auto` only if
+        that saves time, else whatever the depth."""
         if sequence.constraint is None:
             return False
-        tokens = sequence.constraint.forced(min(MAX_DEPTH, self._draft_room(sequence)))
-        if not tokens or not self._reserve(sequence, len(tokens)):
+        limit, pays = min(MAX_DEPTH, self._draft_room(sequence)), self.auto.saves_time if is_auto else bool
+        tokens = sequence.constraint.forced(limit) if pays(limit) else []
+        if not pays(len(tokens)) or not self._reserve(sequence, len(tokens)):
             return False
         sequence.draft = Draft(tokens, method=FORCED)
         return True
@@ -177,14 +182,16 @@ class Drafting:
         """Records the time of a step, for depth `auto` or a calibration."""
         if self.samples is None and (self.depth != AUTO or self.drafter is None):
             return
-        rows = sum([span.num_sample for span in spans])
-        prompt_rows = sum([span.num_rows for span in spans]) - rows
-        reach = sum([span.num_rows * (span.start + span.num_rows) for span in spans])
-        work = PassShape(rows=rows, prompt_rows=prompt_rows, reach=reach)
+        rows, all_rows, reach, is_own_depth = 0, 0, 0, True
+        for span in spans:
+            rows += span.num_sample
+            all_rows += span.num_rows
+            reach += span.num_rows * (span.start + span.num_rows)
+            is_own_depth = is_own_depth and span.sequence.request.depth is None
+        work = PassShape(rows=rows, prompt_rows=all_rows - rows, reach=reach)
         if self.samples is not None:
             self.samples.record_pass(work, pass_s)
             return
-        is_own_depth = all(span.sequence.request.depth is None for span in spans)
         self.auto.record_step(work, len(spans), emitted if is_own_depth else 0, pass_s, draft_s)
 
     def _learn_draft(

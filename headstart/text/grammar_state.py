@@ -60,6 +60,7 @@ class GrammarState:
         self._tokens: list[int] = []  # tokens that the matcher has consumed
         self._num_ends = 0  # end-of-text ids after `_tokens`; the matcher does not get them
         self._masks: dict[int, Mask] = {}  # number of tokens before -> mask
+        self._undone: list[int] = []  # tokens of the latest look-ahead, after `_tokens`; their masks are kept
 
     def mask(self) -> Mask:
         """uint32 [ceil(vocab_size / 32)]: the allowed next tokens. End-of-text ids are allowed exactly where the text
@@ -79,7 +80,8 @@ class GrammarState:
                     allowed &= ~self._refused(allowed & self._special)
                 self._dead_end_at = None if allowed.any() or may_end else len(self._tokens)
                 allowed.flags.writeable = False
-                self._masks[len(self._tokens)] = allowed
+                if self._dead_end_at is None:
+                    self._masks[len(self._tokens)] = allowed
                 return allowed
         return np.zeros_like(self._ends) if self._matcher.is_error() else self._ends.copy()
 
@@ -121,6 +123,8 @@ class GrammarState:
 
         Rows after a token that the grammar refuses allow all tokens. Verification rejects the refused token by its own
         row, so no later token can be emitted."""
+        if not draft:
+            return self.mask()[None]
         num_rows = len(draft) + 1 if count is None else count
         rows = np.full((num_rows, len(self._with_text)), 0xFFFFFFFF, np.uint32)
         for taken, row in enumerate(range(num_rows - len(draft) - 1, num_rows)):
@@ -162,6 +166,10 @@ class GrammarState:
             return False
         if self._matcher.try_consume_tokens([token]) != 1:
             return False
+        if self._undone and self._undone[0] != token:
+            self._undone = []
+            self._masks = {count: mask for count, mask in self._masks.items() if count <= len(self._tokens)}
+        self._undone = self._undone[1:]
         self._tokens.append(token)
         self._masks.pop(len(self._tokens) - CACHED_MASKS, None)
         return True
@@ -174,7 +182,7 @@ class GrammarState:
         self._num_ends -= ends
         kept = len(self._tokens) - (count - ends)
         self._tokens, undone = self._tokens[:kept], self._tokens[kept:]
-        self._masks = {count: mask for count, mask in self._masks.items() if count <= kept}
+        self._undone = undone + self._undone
         stuck = self._matcher.is_error() or (undone and not self._matcher.rollback(len(undone)))
         if stuck and not self._restart_lexer():  # the library cannot roll back an error
             self._matcher = self._start.deep_copy()
@@ -235,8 +243,8 @@ def _has(mask: Mask, token: int) -> bool:
 
 def _single_token(mask: Mask) -> int | None:
     """The token of the only bit that is set; None if no bit or several are set."""
-    (words,) = np.nonzero(mask)
-    if len(words) != 1:
+    if np.count_nonzero(mask) != 1:
         return None
-    word = int(mask[words[0]])
-    return None if word & (word - 1) else 32 * int(words[0]) + word.bit_length() - 1
+    place = int(mask.argmax())
+    word = int(mask[place])
+    return None if word & (word - 1) else 32 * place + word.bit_length() - 1

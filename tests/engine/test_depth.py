@@ -6,16 +6,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support import SMALL, headed_model, request
+from support import SMALL, VOCAB, headed_model, make, request, run
 
 from headstart.api import LLM
 from headstart.config import AUTO, EngineConfig
-from headstart.core import Draft, Leaf, SamplingParams, Sequence
+from headstart.core import Draft, Leaf, Mask, SamplingParams, Sequence, token_mask
 from headstart.drafters.base import DraftRequest
 from headstart.engine.acceptance import AcceptanceEstimator
 from headstart.engine.calibrate import add_prompt_pass, calibrate
 from headstart.engine.costs import KNOTS, TRIAL, CostCurve, Costs, CostSamples, PassShape
 from headstart.engine.depth import AutoDepth, DraftCandidate
+from headstart.engine.drafting import Drafting
 
 FLAT = CostCurve.fit({1: [1.0], 8: [1.07], 64: [8.0]})
 """A pass that waits for memory up to 8 rows, and computes from there on."""
@@ -262,6 +263,45 @@ def test_drafting_starts_only_if_catching_up_pays() -> None:
     pilot.estimate_costs(PassShape(1))
     drafts = [pilot.make_requests([DraftCandidate(each, 8, uncached)])[0] for uncached in (0, 100, 100_000)]
     assert [draft.gate.should_start for draft in drafts] == [True, True, False]
+
+
+class ForcedText:
+    """A constraint that allows one text."""
+
+    done, accepting, error = False, False, ""
+
+    def __init__(self, tokens: Seq[int]) -> None:
+        self._tokens, self._place = tokens, 0
+
+    def masks(self, draft: Seq[int], count: int | None = None) -> Mask:
+        rows = np.stack([token_mask([token], VOCAB) for token in self._tokens[self._place :][: len(draft) + 1]])
+        return rows[-(count or len(rows)) :]
+
+    def fitting(self, draft: Seq[int]) -> int:
+        return len(draft)
+
+    def forced(self, limit: int) -> list[int]:
+        return list(self._tokens[self._place :][:limit])
+
+    def advance(self, token: int) -> bool:
+        self._place += 1
+        return token == self._tokens[self._place - 1]
+
+    def copy(self) -> "ForcedText":
+        return ForcedText(self._tokens)
+
+
+@pytest.mark.parametrize(("passes", "depth", "drafted"), [(FLAT, AUTO, True), (STEEP, AUTO, False), (STEEP, 2, True)])
+def test_auto_depth_drafts_forced_tokens_only_if_that_saves_time(
+    passes: CostCurve, depth: int | str, drafted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Drafting, "learn", lambda *args: None)  # keeps the costs set below
+    engine, text = make(headed_model("mimo"), drafter="ngram", depth=depth), list(range(20, 60))
+    engine.drafting.auto.costs = FixedCosts(passes, CHEAP_DRAFTS)
+    constrained = request(range(5), max_tokens=24, stops=(), constraint=ForcedText(text))
+    (output,) = run(engine, [constrained]).values()
+    assert output.tokens == text[:24]
+    assert (engine.stats.forced > 0, engine.stats.passes < 12) == (drafted, drafted)
 
 
 @pytest.mark.slow

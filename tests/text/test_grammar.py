@@ -196,6 +196,23 @@ def test_rollback_and_copies_keep_the_masks(spec: GrammarSpec, seed: int, ahead:
 
 
 @settings(max_examples=60, deadline=None)
+@given(st.sampled_from(SPECS), st.integers(0, 2**32), st.integers(1, 12), st.integers(1, 12))
+def test_text_that_leaves_a_look_ahead_has_masks_of_its_own(
+    spec: GrammarSpec, seed: int, ahead: int, length: int
+) -> None:
+    state, random = start(spec), np.random.default_rng(seed)
+    for _ in range(ahead):
+        assert state.advance(int(random.choice(ids(state.mask()))))
+    state.rollback(ahead)
+    fresh = start(spec)
+    for _ in range(length):
+        np.testing.assert_array_equal(state.mask(), fresh.mask())
+        token = int(random.choice(ids(fresh.mask())))
+        assert state.advance(token) and fresh.advance(token)
+    np.testing.assert_array_equal(state.mask(), fresh.mask())
+
+
+@settings(max_examples=60, deadline=None)
 @given(st.sampled_from(SPECS), st.integers(0, 2**32), st.integers(0, 30), st.lists(st.integers(0, 299), max_size=3))
 def test_masks_of_a_draft_equal_those_of_steps(spec: GrammarSpec, seed: int, ahead: int, rest: list[int]) -> None:
     state, random = start(spec), np.random.default_rng(seed)
