@@ -214,7 +214,7 @@ class AutoDepth:
         for index, leaf in leaves:
             drafts[index].draft.leaves.append(leaf)
         num_verified = sum(lengths) + len(leaves)
-        self._rest_steps = 0 if num_verified or self._asks_head else min(self._rest_steps + 1, self._longest_rest)
+        self._rest_steps = 0 if num_verified or self._asks_head else min(2 * self._rest_steps + 1, self._longest_rest)
         self._steps_to_skip = self._rest_steps
         if drafts:
             self._mean_verified += (1 - KEPT_DECAY) * (num_verified / len(drafts) - self._mean_verified)
