@@ -265,6 +265,18 @@ def test_drafting_starts_only_if_catching_up_pays() -> None:
     assert [draft.gate.should_start for draft in drafts] == [True, True, False]
 
 
+def test_catching_up_is_paid_by_draft_steps_not_by_tokens() -> None:
+    pilot, each = AutoDepth("mtp"), sequence()
+    pilot.costs = FixedCosts(FLAT, CHEAP_DRAFTS, catch_up=0.05)
+    pilot.estimate_costs(PassShape(1))
+    (saved,) = pilot._savings(each, 8)
+    uncached = int((saved - pilot.draft_s) * pilot._mean_length / 0.05) - 1  # paid if each token left saved as much
+    (draft,) = pilot.make_requests([DraftCandidate(each, 8, uncached)])
+    assert not draft.gate.should_start
+    (draft,) = pilot.make_requests([DraftCandidate(each, 8, uncached // 2)])
+    assert draft.gate.should_start
+
+
 class ForcedText:
     """A constraint that allows one text."""
 
