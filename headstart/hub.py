@@ -30,7 +30,7 @@ from headstart.version import __version__
 HEADS = Path(__file__).parent / "heads"  # heads in this package: models/shipped_heads.py
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 _PUBLISHED = Path(__file__).parent / "published_models.json"
-_PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_PART = re.compile(r"(.+)-\d{5}-of-(?!00000)(\d{5})\.gguf")  # one that says 0 parts is a whole file
 _REPO = re.compile(r"(\w[\w.-]*/[\w.-]+)(?:@(.*)|/(.+\.gguf))?")  # org/model, its revision or GGUF file; not "./model"
 _OTHER_SPELLING = re.compile(r"(?:(?:https?://)?(?:hf\.co|huggingface\.co)/)?(\w[\w.-]*/[\w.-]+)(:[\w.-]+|/|$)")
 """A repo id after the Hub's address, or before a quantization."""
@@ -271,10 +271,16 @@ def _snapshot(repo: Repo, files: Iterable[str]) -> Path:
 def part_names(name: str) -> list[str]:
     """File names of all parts of the split GGUF model that a file belongs to; only `name` for a model in one file."""
     match = _PART.fullmatch(name)
-    if not match or not int(match[3]):
+    if not match:
         return [name]
-    stem, _, count = match.groups()
+    stem, count = match.groups()
     return [f"{stem}-{number:05}-of-{count}.gguf" for number in range(1, int(count) + 1)]
+
+
+def whole_name(name: str) -> str:
+    """A file name without the number of the part, if it is one of a split GGUF model."""
+    match = _PART.fullmatch(name)
+    return f"{match[1]}.gguf" if match else name
 
 
 def choose_gguf(repo: str, files: Iterable[str]) -> list[str]:

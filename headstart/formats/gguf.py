@@ -41,7 +41,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     file or one without a model."""
     # llama.cpp names files of vision towers mmproj-F16.gguf and the like
     beside = next((each for each in sorted(path.parent.glob("*.gguf")) if "mmproj" in each.name.lower()), None)
-    return replace(join_files(path, [read(part) for part in parts_of(path)]), projector=beside)
+    return replace(join_files(path, read_parts(path)), projector=beside)
 
 
 def join_files(path: Path, files: list[GgufFile]) -> Checkpoint:
@@ -64,13 +64,14 @@ def _generation(config: Mapping[str, Any], metadata: Mapping[str, Any]) -> dict[
     return {key: config[key] for key in ("bos_token_id", "eos_token_id") if key in config} | said
 
 
-def parts_of(path: Path) -> list[Path]:
-    """Paths of all parts of the model that a file belongs to. Raises ModelError for a missing part."""
+def read_parts(path: Path) -> list[GgufFile]:
+    """All parts of the model that a file belongs to; the first has the metadata. Raises ModelError for a missing or
+    damaged part."""
     names = hub.part_names(path.name)
     for name in names:
         if len(names) > 1 and not path.with_name(name).exists():
             raise ModelError(f"{path} is one of {len(names)} parts, but {name} is missing", "download all parts")
-    return [path.with_name(name) for name in names]
+    return [read(path.with_name(name)) for name in names]
 
 
 def _tensors(path: Path, files: list[GgufFile]) -> dict[str, Tensor]:

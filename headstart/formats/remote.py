@@ -15,7 +15,7 @@ from headstart.core import Progress
 from headstart.errors import HeadstartError, ModelError, UsageError
 from headstart.formats import gguf, safetensors, safetensors_file
 from headstart.formats.base import Checkpoint, File, Tensor
-from headstart.formats.gguf_file import GgufFile, IncompleteHeader, parse, read
+from headstart.formats.gguf_file import GgufFile, IncompleteHeader, parse
 from headstart.formats.json_object import read_object
 from headstart.formats.safetensors import CONFIG, GENERATION
 from headstart.hub import Repo, choose_gguf, hub_errors, is_reachable, part_names
@@ -62,7 +62,7 @@ def _cached(source: Repo) -> Checkpoint | list[GgufFile]:
     with hub_errors(source.repo):
         if source.file:
             file = hf_hub_download(source.repo, source.file, local_files_only=True, dry_run=False)
-            return [read(part) for part in gguf.parts_of(Path(file))]
+            return gguf.read_parts(Path(file))
         revision, kept = source.revision or None, [CONFIG]  # any other file may be missing
         folder = Path(
             snapshot_download(source.repo, revision=revision, local_files_only=True, allow_patterns=kept, dry_run=False)
@@ -71,7 +71,7 @@ def _cached(source: Repo) -> Checkpoint | list[GgufFile]:
         return safetensors.open_checkpoint(folder)
     ggufs = [str(path.relative_to(folder)) for path in folder.rglob("*.gguf")]
     if ggufs or not (folder / CONFIG).exists():
-        return [read(part) for part in gguf.parts_of(folder / choose_gguf(source.repo, ggufs)[0])]
+        return gguf.read_parts(folder / choose_gguf(source.repo, ggufs)[0])
     return _config_alone(source, read_object(folder / CONFIG))
 
 

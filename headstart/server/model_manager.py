@@ -9,7 +9,6 @@ import asyncio
 import gc
 import hashlib
 import logging
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence as Seq
@@ -51,8 +50,6 @@ SWEEP_INTERVAL_S = 0.5  # time between two looks for models whose keep-alive is 
 MIN_KEEP_ALIVE_S = 1.0  # so that requests that waited for a load reach the model before it is unloaded
 MAX_STEP_S = 300.0  # an engine that works longer on one step or command hangs
 CACHE_DIVISOR = 4  # a model's caches take 1 / CACHE_DIVISOR of the memory that its weights leave
-_OF_PARTS = re.compile(r"-00001-of-\d{5}$")  # end of the stem of a split GGUF's first file
-_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")  # end of the names of its other files
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,16 +191,20 @@ def models_in(folder: Path) -> dict[str, Path]:
     split into parts is listed once, by its first part."""
     found = {}
     for path in sorted(folder.iterdir()):
-        whole = _LATER_PART.search(path.name) is None and not _is_surely_head(path)
-        if whole and is_checkpoint(path):
-            found[_OF_PARTS.sub("", path.stem) if path.is_file() else path.name] = path
+        is_first = hub.part_names(path.name)[0] == path.name
+        if is_first and not _is_surely_head(path) and is_checkpoint(path):
+            found[_stem(path) if path.is_file() else path.name] = path
     return found
 
 
 def default_names(name: str) -> tuple[str, ...]:
     """Default names of a model in requests: `name`, preceded by the file's stem if `name` is a local file."""
     path = user_path(name)
-    return (_OF_PARTS.sub("", path.stem), name) if path.is_file() else (name,)
+    return (_stem(path), name) if path.is_file() else (name,)
+
+
+def _stem(file: Path) -> str:
+    return Path(hub.whole_name(file.name)).stem
 
 
 def _is_surely_head(path: Path) -> bool:

@@ -201,17 +201,18 @@ def test_keep_alive_refuses_invalid_durations(given: str) -> None:
 
 def test_models_in_a_folder(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "a", tmp_path / "a")
-    for name in ("x.gguf", "y-00001-of-00002.gguf", "y-00002-of-00002.gguf"):
+    for name in ("x.gguf", "y-00001-of-00002.gguf", "y-00002-of-00002.gguf", "z-00002-of-00000.gguf"):
         (tmp_path / name).write_bytes(b"GGUF")
     (tmp_path / "notes.txt").write_text("a note")
     (tmp_path / "empty").mkdir()
     shutil.copytree(folder / "a", tmp_path / "damaged")
     (tmp_path / "damaged" / "config.json").write_text("{")
-    assert list(models_in(tmp_path)) == ["a", "damaged", "x", "y"]
+    assert list(models_in(tmp_path)) == ["a", "damaged", "x", "y", "z-00002-of-00000"]
 
 
 def test_default_names_of_a_local_file_are_stem_and_path(tmp_path: Path) -> None:
-    for file, stem in (("a-Q4_K_M.gguf", "a-Q4_K_M"), ("b-00001-of-00002.gguf", "b")):
+    stems = {"a-Q4_K_M": "a-Q4_K_M", "b-00001-of-00002": "b", "c-00001-of-00000": "c-00001-of-00000"}
+    for file, stem in ((f"{name}.gguf", stem) for name, stem in stems.items()):
         path = tmp_path / file
         path.touch()
         assert default_names(str(path)) == (stem, str(path))

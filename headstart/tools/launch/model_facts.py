@@ -10,7 +10,7 @@ from headstart.core import no_progress
 from headstart.errors import ModelError, UsageError
 from headstart.formats import gguf, open_described
 from headstart.formats.base import Checkpoint
-from headstart.formats.gguf_file import GgufFile, read as read_gguf
+from headstart.formats.gguf_file import GgufFile
 from headstart.formats.sizes import Sizes
 from headstart.formats.tensor_parts import MTP, part_of
 from headstart.models.classify import DrafterKind, classify, classify_path, mtp_modules
@@ -49,7 +49,7 @@ def read_facts(model: str | None) -> ModelFacts:
         facts = _facts(read_repo(repo, no_progress), "/".join(filter(None, (repo.repo, repo.file))))
         return replace(facts, local=False, revision=repo.revision)
     path = hub.resolve(model)
-    files = [read_gguf(part) for part in gguf.parts_of(path)] if gguf.detect(path) else open_described(str(path))
+    files = gguf.read_parts(path) if gguf.detect(path) else open_described(str(path))
     return _facts(files, str(path))
 
 

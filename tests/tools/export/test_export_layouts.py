@@ -232,9 +232,24 @@ def test_eagle3_head_is_exported_to_gguf(trunk_gguf: Path, eagle3: Path, tmp_pat
     assert tensors["blk.0.attn_norm_2.weight"].tensor_type == GGMLQuantizationType.F32
 
 
-def write_gguf(path: Path, architecture: str = "qwen35", heads: int = 1, last: str = "nextn.eh_proj") -> Path:
-    """A GGUF file with two trunk blocks and one MTP block, two tensor types, and metadata of every type."""
-    writer = GGUFWriter(path, arch=architecture)
+def test_eagle3_head_gets_the_tokenizer_of_a_split_gguf_model(trunk_gguf: Path, eagle3: Path, tmp_path: Path) -> None:
+    """Only the first part has metadata."""
+    first, second = (tmp_path / f"trunk-0000{number}-of-00002.gguf" for number in (1, 2))
+    trunk_gguf.rename(first)
+    writer = GGUFWriter(second, arch="llama")
+    writer.add_tensor("output_norm.weight", np.zeros(48, np.float32))
+    gguf_files.written(writer, second)
+    run(ExportOptions(model=str(second), head=eagle3, to="gguf", out=tmp_path / "out"))
+    fields = GGUFReader(tmp_path / "out" / "eagle3-trunk.gguf").fields
+    assert fields["tokenizer.ggml.tokens"].contents()[5] == "t5"
+
+
+def write_gguf(
+    path: Path, architecture: str = "qwen35", heads: int = 1, last: str = "nextn.eh_proj", per_part: int = 0
+) -> Path:
+    """A GGUF file with two trunk blocks and one MTP block, two tensor types, and metadata of every type. `per_part`:
+    tensors of each part of a split model; 0: one file."""
+    writer = GGUFWriter(path, arch=architecture, split_max_tensors=per_part)
     writer.add_block_count(3)
     if heads:
         writer.add_uint32(f"{architecture}.nextn_predict_layers", heads)
@@ -258,6 +273,17 @@ def test_mtp_head_is_extracted_from_a_gguf_file(tmp_path: Path) -> None:
     assert {each.name: (each.tensor_type, each.data.tobytes()) for each in after.tensors} == expected
     told = [{k: f.contents() for k, f in r.fields.items() if not k.startswith("GGUF.")} for r in (before, after)]
     assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("part", [1, 3])
+def test_mtp_head_is_extracted_from_all_parts_of_a_split_gguf_model(part: int, tmp_path: Path) -> None:
+    """The metadata comes from the first part. The written file is whole, so it says nothing about parts."""
+    write_gguf(tmp_path / "model.gguf", per_part=2)
+    sources = write_gguf(tmp_path / "whole.gguf"), tmp_path / f"model-0000{part}-of-00003.gguf"
+    for source in sources:
+        run(ExportOptions(model=str(source), to="gguf", out=tmp_path / source.stem))
+    written = [tmp_path / source.stem / f"mtp-{source.stem[:5]}.gguf" for source in sources]
+    assert written[0].read_bytes() == written[1].read_bytes()
 
 
 BLOCK = {

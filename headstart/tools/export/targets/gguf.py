@@ -19,11 +19,13 @@ from numpy.typing import NDArray
 
 from headstart.errors import ModelError
 from headstart.formats.base import Checkpoint
-from headstart.formats.gguf_file import read
+from headstart.formats.gguf import read_parts
 from headstart.formats.json_object import read_object
 from headstart.formats.safetensors import bfloat16
+from headstart.formats.safetensors_file import join
 from headstart.formats.sizes import text_config
 from headstart.heads.kind import plain_parts
+from headstart.hub import whole_name
 from headstart.kernels.ops import RawTensor
 from headstart.layers.rope import rope_base, unscaled_base
 from headstart.models.classify import mtp_modules
@@ -145,10 +147,11 @@ def _token_type(added: Mapping[str, Any]) -> int:
 
 
 def _copied(path: Path) -> Plan:
-    file = read(path)
-    architecture = str(file.metadata.get("general.architecture"))
-    heads = int(file.metadata.get(f"{architecture}.nextn_predict_layers") or 0)
-    blocks = int(file.metadata.get(f"{architecture}.block_count") or 0)
+    parts = read_parts(path)
+    metadata, tensors = parts[0].metadata, join({str(part.path): part.tensors for part in parts}, str(path))
+    architecture = str(metadata.get("general.architecture"))
+    heads = int(metadata.get(f"{architecture}.nextn_predict_layers") or 0)
+    blocks = int(metadata.get(f"{architecture}.block_count") or 0)
     if not heads:
         hint = "was it converted with --no-mtp, or from a checkpoint that had lost its head?"
         raise ModelError(f"{path} holds no MTP head: {architecture}.nextn_predict_layers is not set", hint)
@@ -156,15 +159,15 @@ def _copied(path: Path) -> Plan:
     if architecture not in known:
         hint = f"it has for {', '.join(known)}"
         raise ModelError(f"llama.cpp has no MTP graph for {architecture}", hint)
-    names = [name for name in file.tensors if name in BESIDE or _block(name) >= blocks - heads]
+    names = [name for name in tensors if name in BESIDE or _block(name) >= blocks - heads]
     if not any("nextn" in name for name in names):
         hint = "the metadata promises it: convert the model again"
         raise ModelError(f"{path} holds no tensors of an MTP head in blocks {blocks - heads} and up", hint)
-    made = f"mtp-{path.name}"
+    made = f"mtp-{whole_name(path.name)}"
     data = {"architecture": architecture, "tensors": len(names)}
     plan = Plan(use=_use(made, "mtp"), data=data, drafter=mtp_modules(heads))
-    plan.other_bytes = sum(file.tensors[name].nbytes for name in names)
-    plan.writers[made] = partial(_write_copied, path, frozenset(names))
+    plan.other_bytes = sum(tensors[name].nbytes for name in names)
+    plan.writers[made] = partial(_write_copied, [part.path for part in parts], frozenset(names))
     return plan
 
 
@@ -173,13 +176,13 @@ def _block(name: str) -> int:
     return int(match[1]) if match else -1
 
 
-def _write_copied(source: Path, names: frozenset[str], target: Path, wrote: Wrote) -> None:
+def _write_copied(parts: list[Path], names: frozenset[str], target: Path, wrote: Wrote) -> None:
     from gguf import GGUFReader, GGUFWriter
 
-    reader = GGUFReader(source)
-    writer = GGUFWriter(target, arch=reader.fields["general.architecture"].contents())
-    _copy_metadata(reader, writer, "")
-    chosen = [tensor for tensor in reader.tensors if tensor.name in names]
+    readers = [GGUFReader(part) for part in parts]
+    writer = GGUFWriter(target, arch=readers[0].fields["general.architecture"].contents())
+    _copy_metadata(readers[0], writer, "")
+    chosen = [tensor for reader in readers for tensor in reader.tensors if tensor.name in names]
     for tensor in chosen:
         data = tensor.data
         writer.add_tensor_info(tensor.name, data.shape, data.dtype, data.nbytes, tensor.tensor_type)
@@ -188,7 +191,7 @@ def _write_copied(source: Path, names: frozenset[str], target: Path, wrote: Wrot
 
 def _copy_metadata(reader: Any, writer: Any, prefix: str) -> None:
     for key, field in reader.fields.items():
-        if key.startswith(prefix) and not key.startswith(("GGUF.", "general.architecture")):
+        if key.startswith(prefix) and not key.startswith(("GGUF.", "general.architecture", "split.")):
             sub_type = field.types[-1] if len(field.types) > 1 else None
             writer.add_key_value(key, field.contents(), field.types[0], sub_type=sub_type)
 
@@ -222,7 +225,7 @@ def _eagle3(source: ExportSource) -> Plan:
     rope = plain_parts(head.spec.layer)[0].rope
     if rope is None or unscaled_base(rope, rope.rotary_dim) is None:
         raise ModelError("the head's RoPE is scaled, which is not written to GGUF files", "use another --to")
-    made = f"eagle3-{trunk.path.name}"
+    made = f"eagle3-{whole_name(trunk.path.name)}"
     plan = Plan(use=_use(made, "eagle3"), data={"architecture": "eagle3", "tensors": len(source.head_tensors)})
     plan.other_bytes = sum(4 * math.prod(tensor.shape) for tensor in source.head_tensors.values())
     plan.writers[made] = partial(_write_eagle3, source)
@@ -233,7 +236,7 @@ def _write_eagle3(source: ExportSource, target: Path, wrote: Wrote) -> None:
     from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 
     writer = GGUFWriter(target, arch="eagle3")
-    _copy_metadata(GGUFReader(source.checkpoint.path), writer, "tokenizer.")
+    _copy_metadata(GGUFReader(source.checkpoint.files[0]), writer, "tokenizer.")
     _describe(source, writer)
     arrays: list[Callable[[], NDArray[Any]]] = []
     for name, tensor in source.head_tensors.items():
