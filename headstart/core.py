@@ -295,6 +295,7 @@ class Sequence:
     # positions computed by each of the drafter's networks, by network index
     filled: Counter[int] = field(default_factory=Counter)
     admitted: bool = False  # has run before (and may have been preempted since)
+    scheduled_s: float = 0.0  # time.perf_counter() of the first admission; 0: another engine admitted it, or none yet
     num_cached: int = 0  # prompt positions found in the prefix cache at the first admission
     num_prompt_logprobs: int = 0  # prompt tokens whose logprobs were delivered; a preempted prompt is computed twice
     num_pooled: int = 0  # prompt positions summed in `pooled`

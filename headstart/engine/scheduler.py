@@ -1,6 +1,7 @@
 """Scheduler: selects the rows of the next pass. There is no prefill or decode phase: each sequence needs len(tokens) +
 len(draft) - num_computed rows, within one token budget."""
 
+import time
 from bisect import insort
 from collections import deque
 from collections.abc import Iterator, Sequence as Seq
@@ -213,7 +214,7 @@ class Scheduler:
             return False
         self.memory.attached(sequence)
         if not sequence.admitted:
-            sequence.admitted, sequence.num_cached = True, cached
+            sequence.admitted, sequence.num_cached, sequence.scheduled_s = True, cached, time.perf_counter()
             self.prefix_queries += sequence.num_prompt
             self.prefix_hits += cached
             self.waiting.charge(sequence, sequence.num_prompt - cached)

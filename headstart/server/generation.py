@@ -212,7 +212,7 @@ class Generation:
                 if piece.finish_reason:
                     stream.stop(index, delta.choice)
                     choice.completion = choice.choice.completion()
-                    metrics.finished(piece.finish_reason, time.perf_counter() - self._begun)
+                    metrics.finished(piece.finish_reason, self._begun, choice.choice)
                 events: list[Event] = []
                 if choice.parser is not None:
                     events = choice.parser.push(piece.text)
@@ -236,7 +236,7 @@ class Generation:
         stream.close()
         for each in self.choices:
             if each.completion is None:
-                self._served.metrics.finished("abort", time.perf_counter() - self._begun)
+                self._served.metrics.finished("abort", self._begun, each.choice)
 
     def _record(self) -> None:
         """Offer the finished texts to the recorder, if the server has one and the request allows it."""

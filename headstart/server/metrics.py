@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from headstart.api import Choice
 from headstart.cache.spill import KVSpill
 from headstart.engine.engine import Engine
 from headstart.server.accounts import Accounts
@@ -29,6 +30,14 @@ LOG_EVERY_S = 10.0  # time between log lines while there is work
 TTFT_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5)
 REQUEST_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)
+PHASE_BUCKETS = (  # vLLM's
+    0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
+)  # fmt: skip
+PHASES = {
+    "queue": ("arrival", "first pass"), "prefill": ("first pass", "first token"),
+    "decode": ("first token", "last token"), "inference": ("first pass", "last token"),
+}  # fmt: skip
+"""Phases of a choice in vLLM's metrics: name -> the moments between which its time is measured."""
 
 
 @dataclass(eq=False)
@@ -51,6 +60,10 @@ class ServerMetrics(Collector):
         self.first_token = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS)
         self.between = self._histogram("vllm:inter_token_latency_seconds", "Between tokens of a choice.", TOKEN_BUCKETS)
         self.whole = self._histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", REQUEST_BUCKETS)
+        self.phases = {
+            name: self._histogram(f"vllm:request_{name}_time_seconds", f"{start} to {end}.".capitalize(), PHASE_BUCKETS)
+            for name, (start, end) in PHASES.items()
+        }
         self.registry.register(self)
         self._last_log = self.started = time.monotonic()
         self._last_emitted = 0
@@ -60,10 +73,16 @@ class ServerMetrics(Collector):
         made = Histogram(name, text, ("model_name",), registry=self.registry, buckets=buckets)
         return made.labels(self.model)
 
-    def finished(self, reason: str, seconds: float) -> None:
-        """Count a choice that has ended or was aborted, `seconds` after its request began."""
+    def finished(self, reason: str, begun: float, choice: Choice) -> None:
+        """Count a choice that has ended or was aborted. `begun`: when its request arrived, by time.perf_counter()."""
         self.requests[reason] = self.requests.get(reason, 0) + 1
-        self.whole.observe(seconds)
+        self.whole.observe(time.perf_counter() - begun)
+        if choice.sequence is None or not choice.sequence.scheduled_s or not choice.arrivals:
+            return
+        moments = {"arrival": begun, "first pass": choice.sequence.scheduled_s,
+                   "first token": choice.arrivals[0], "last token": choice.arrivals[-1]}  # fmt: skip
+        for name, (start, end) in PHASES.items():
+            self.phases[name].observe(moments[end] - moments[start])
 
     def log_load(self) -> None:
         """Log the load at most every LOG_EVERY_S. The engine thread calls this after each step."""

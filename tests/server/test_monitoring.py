@@ -13,16 +13,24 @@ from typing import Any
 import httpx
 import promql_parser
 import pytest
+import support
+from inside import serve_llm
 from process import Server
 from prometheus_client.parser import text_string_to_metric_families
 from support import PATIENCE, until
 
+from headstart.api import LLM
+from headstart.config import EngineConfig
 from headstart.system import free_port
 
 DOCS = Path(__file__).parents[2] / "docs"
 FOLDER = DOCS / "monitoring"
 PUBLISHED: dict[str, dict[str, str]] = json.loads(Path(__file__).with_name("engine_metrics.json").read_text("utf-8"))
 """Names and kinds: vLLM's and SGLang's read from their wheels, llama.cpp's from its server's README and source."""
+LATENCY_BUCKETS = [0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680]
+"""vLLM's, of whole requests and of their phases."""
+PHASES = ("request_queue_time", "request_prefill_time", "request_decode_time", "request_inference_time")
+TIMES = (*PHASES, "time_to_first_token", "e2e_request_latency")
 RELEASES = {"vllm": "vllm 0.32.0", "sglang": "sglang 0.5.23", "llamacpp": "llamacpp b11434"}
 
 
@@ -101,6 +109,23 @@ def test_headstart_exports_every_queried_metric(server: Server) -> None:
     wanted |= {name for query in alerts() for name in names_in(query)}
     assert wanted
     assert wanted <= exported
+
+
+def test_each_phase_of_a_request_is_measured_once() -> None:
+    config = EngineConfig(**{**support.SMALL, "dtype": "float64"})
+    with serve_llm(LLM(support.headed_model("llama"), config)) as server:
+        body = {"prompt": [3, 4, 5], "max_tokens": 16, "ignore_eos": True}
+        for number in (1, 2):
+            assert server.post("/v1/completions", **body).status_code == 200
+            seconds = {name: server.metric(f"vllm:{name}_seconds_sum") for name in TIMES}
+            assert {name: server.metric(f"vllm:{name}_seconds_count") for name in TIMES} == dict.fromkeys(TIMES, number)
+        queue, prefill, decode, inference, first, whole = seconds.values()
+        assert min(queue, prefill, decode) > 0
+        assert queue + prefill == pytest.approx(first) and prefill + decode == pytest.approx(inference)
+        assert queue + inference <= whole
+        text = server.client.get("/metrics").text
+    bounds = re.findall(r'request_queue_time_seconds_bucket{le="([\d.]+)"', text)
+    assert list(map(float, bounds)) == LATENCY_BUCKETS
 
 
 @pytest.mark.slow
