@@ -86,6 +86,7 @@ class _PendingDraft:
 class _SequenceRecord:
     """Outcomes of one drafter in one sequence."""
 
+    tables: list[CalibrationTable]  # of the drafter in all sequences of this temperature class, by draft position
     hits: float = OWN_PRIOR  # accepted tokens
     expected: float = OWN_PRIOR  # sum of the tables' acceptance probabilities
 
@@ -110,11 +111,7 @@ class AcceptanceEstimator:
 
     def tables(self, sequence: Sequence, method: str) -> list[CalibrationTable]:
         """Tables of a drafter by draft position, counted from 0; the last one also serves positions from PLACES on."""
-        key = (method, _temperature_class(sequence))
-        tables = self._tables.get(key)
-        if tables is None:
-            tables = self._tables[key] = [CalibrationTable() for _ in range(PLACES + 1)]
-        return tables
+        return self._record(sequence, method).tables
 
     def table(self, sequence: Sequence, method: str, place: int) -> CalibrationTable:
         """Table of a drafter at a draft position."""
@@ -122,14 +119,23 @@ class AcceptanceEstimator:
 
     def factor(self, sequence: Sequence, method: str) -> float:
         """Accepted tokens of this drafter in this sequence, relative to those the tables expect; 1 without a record."""
-        records = self._records.get(sequence)
-        record = records.get(method) if records else None
-        return record.factor if record else 1.0
+        return self._record(sequence, method).factor
+
+    def _record(self, sequence: Sequence, method: str) -> _SequenceRecord:
+        records = self._records.setdefault(sequence, {})
+        record = records.get(method)
+        if record is None:
+            key = method, _temperature_class(sequence)
+            if key not in self._tables:
+                self._tables[key] = [CalibrationTable() for _ in range(PLACES + 1)]
+            record = records[method] = _SequenceRecord(self._tables[key])
+        return record
 
     def prefix_probabilities(self, sequence: Sequence, draft: Draft, least: float) -> Seq[float]:
         """Probabilities that the first 1, 2, ... tokens of a draft are all accepted, as far as they exceed `least`."""
         probabilities, product = [], 1.0
-        tables, factor = self.tables(sequence, draft.method), self.factor(sequence, draft.method)
+        record = self._record(sequence, draft.method)
+        tables, factor = record.tables, record.factor
         for place in range(len(draft.tokens)):
             product *= min(1.0, factor * tables[min(place, PLACES)].probability(score_of(draft, place)))
             if product <= least:
@@ -156,16 +162,13 @@ class AcceptanceEstimator:
         pending_drafts = self._pending.get(sequence)
         if not pending_drafts:
             return
-        tokens, records = sequence.tokens, self._records.setdefault(sequence, {})
+        tokens = sequence.tokens
         for method, pending in list(pending_drafts.items()):
-            record = records.get(method)
-            if record is None:
-                record = records[method] = _SequenceRecord()
-            guesses = pending.draft.tokens
+            record, guesses = self._record(sequence, method), pending.draft.tokens
             hit = True
             while hit and pending.place < len(guesses) and pending.start + pending.place < len(tokens):
                 place = pending.place
-                table, score = self.table(sequence, method, place), score_of(pending.draft, place)
+                table, score = record.tables[min(place, PLACES)], score_of(pending.draft, place)
                 hit = guesses[place] == tokens[pending.start + place]
                 if place <= PLACES:  # a single long copy must not dominate the table
                     record.learn(table.probability(score), hit)

@@ -3,6 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple, Self
 
 KNOTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -62,6 +63,7 @@ def _bounded(factor: float) -> float:
     return min(max(factor, 1 / OUTLIER), OUTLIER) - 1
 
 
+@lru_cache(1024)
 def _place(count: float) -> tuple[int, float]:
     """Index of the knot below, and the fraction of the way to the next one; above 1 beyond the last knot."""
     low = min(max(bisect_left(KNOTS, count) - 1, 0), len(KNOTS) - 2)
