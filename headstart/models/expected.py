@@ -6,13 +6,13 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from headstart.formats.quantization import WeightHeader
+from headstart.layers.shapes import Valueless
 
 Dims = tuple[int | str | None, ...]
 """A shape. Each size is a number, the name of a size that is not in the config (equal names mean equal sizes), or None
@@ -123,47 +123,10 @@ def fits(shape: tuple[int, ...], expected: Dims) -> bool:
 Shape = tuple[int, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class HeaderTensor:
-    """A RawTensor of which only the header was read."""
-
-    name: str
-    shape: Shape
-    files: tuple[str, ...]  # names of the checkpoint's tensors that form it
-    dtype: str = "F32"
-
-    def take_rows(self, rows: NDArray[np.int64]) -> HeaderTensor:
-        return replace(self, shape=(len(rows), *self.shape[1:]))
-
-    def part(self, index: int) -> HeaderTensor:
-        return replace(self, shape=self.shape[1:])
-
-    def shaped(self, *shape: int) -> HeaderTensor:
-        return replace(self, shape=shape)
-
-    def transposed(self) -> HeaderTensor:
-        return replace(self, shape=self.shape[::-1])
-
-    def plain(self) -> HeaderTensor:
-        return self
-
-    def exp(self) -> HeaderTensor:
-        return self
-
-    def affine(self, factor: float, offset: float) -> HeaderTensor:
-        return self
-
-    def float32(self) -> NDArray[np.float32]:
-        return np.broadcast_to(np.float32(0), self.shape)
-
-    def fingerprint(self) -> int:
-        return 0
-
-
 def files_of(tensor: Any) -> tuple[str, ...]:
-    """Names of the checkpoint's tensors that form a HeaderTensor or a view of several (formats/rows.py)."""
-    if isinstance(tensor, HeaderTensor):
-        return tensor.files
+    """Names of the checkpoint's tensors that form a Valueless or a view of several (formats/rows.py)."""
+    if isinstance(tensor, Valueless):
+        return (tensor.name,)
     parts = getattr(tensor, "parts", None) or (tensor.source,)
     return tuple(dict.fromkeys(file for part in parts for file in files_of(part)))
 

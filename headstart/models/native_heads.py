@@ -24,10 +24,10 @@ from headstart.kernels.ops import RawTensor
 from headstart.layers.build import DecoderConfig
 from headstart.layers.mla import MLAConfig
 from headstart.layers.moe import MoEConfig
+from headstart.layers.shapes import Valueless
 from headstart.layers.weights import Shapes
 from headstart.models.base import Family
 from headstart.models.expected import (
-    HeaderTensor,
     ModuleCheck,
     Outline,
     Slot,
@@ -229,7 +229,7 @@ class _LoadCheck:
 
     def _renamed(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, RawTensor]:
         """Passes headers through the loader's renaming, and splits stacks of experts."""
-        read = {name: HeaderTensor(name, shape, (name,)) for name, shape in shapes.items()}
+        read = {name: Valueless(name, shape) for name, shape in shapes.items()}
         tensors = renamed_tensors(read, self.family, self.config, from_gguf=bool(self.heads.gguf))
         return _unstacked(trailing_modules(tensors, self.config.num_layers))
 
