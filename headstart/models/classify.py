@@ -15,7 +15,7 @@ from headstart.errors import ModelError, UsageError
 from headstart.files import user_path
 from headstart.formats import find_checkpoint, gguf
 from headstart.formats.base import Checkpoint
-from headstart.formats.gguf_file import GgufFile, read as read_gguf
+from headstart.formats.gguf_file import GgufFile
 from headstart.formats.json_object import read_object
 from headstart.formats.sizes import Sizes, as_size
 from headstart.heads.published import DrafterFormat, identify, identify_bare, published_formats
@@ -109,7 +109,7 @@ def classify_path(name: str | Path) -> DrafterKind:
     """The kind of a directory, .gguf file or Hub repo. Raises UsageError for others, ModelError for damaged files."""
     path = hub.resolve(str(name)) if hub.is_builtin(str(name)) else user_path(name)
     if gguf.detect(path):
-        return _of_gguf(read_gguf(path))
+        return _of_gguf(gguf.read_parts(path)[0])
     if path.is_dir() and (path / "config.json").exists():
         config = read_object(path / "config.json")
         return classify(config, _names(path) if any(path.glob("*.safetensors")) else None)

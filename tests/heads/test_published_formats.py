@@ -120,3 +120,11 @@ def test_gguf_files_are_classified(tmp_path: Path, metadata: dict[str, Any], kin
     found = classify_path(path)
     assert (found.kind, found.method, found.container) == (kind, method, "gguf")
     assert found.max_drafts == (15 if kind == "dflash" else None)
+
+
+def test_parts_of_a_split_gguf_model_are_classified_by_the_first(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "drafter.gguf", "eagle3", split_max_tensors=1)
+    for name in ("fc.weight", "output_norm.weight"):
+        writer.add_tensor(name, np.zeros(4, np.float32))
+    gguf_files.written(writer, tmp_path / "drafter.gguf")
+    assert [classify_path(path).kind for path in sorted(tmp_path.glob("*.gguf"))] == ["eagle3", "eagle3"]
