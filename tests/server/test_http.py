@@ -12,6 +12,13 @@ from support import PATIENCE
 
 pytestmark = pytest.mark.slow  # a server process
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+STORED = "/v1/responses/resp_1"
+UNSERVED = (
+    "/v1/responses/compact", "/v1/responses/compact/x", f"{CHAT}/chatcmpl-1", f"{CHAT}/chatcmpl-1/messages",
+    "/v1/conversations/conv_1", "/v1/files", "/v1/files/file-1", "/v1/batches/batch_1", "/v1/fine_tuning/jobs",
+    "/v1/vector_stores/vs_1", "/v1/messages/batches", "/v1/messages/batches/msgbatch_1", "/v1/audio/speech",
+)  # fmt: skip
+"""Paths of OpenAI's and Anthropic's APIs that the server lacks."""
 
 
 @pytest.mark.parametrize(("content", "status"), [
@@ -50,6 +57,14 @@ def test_unknown_paths_and_methods_have_hints(server: Server) -> None:
     assert "nothing at /nowhere (hint: /docs lists" in server.client.get("/nowhere").json()["error"]["message"]
     for path in (CHAT.removeprefix("/v1"), f"/v1{CHAT}", f"/openai{CHAT}"):
         assert f"(hint: did you mean {CHAT}?)" in server.client.post(path, json={}).json()["error"]["message"]
+    assert "takes POST, not GET" in server.client.get("/v1/responses/input_tokens").text
+    for path in UNSERVED:
+        for answer in (server.client.get(path), server.post(path), server.client.delete(path)):
+            assert answer.status_code == 404
+            assert f"nothing at {path}" in answer.json()["error"]["message"]
+    for answer in (server.client.get(STORED), server.client.delete(STORED), server.post(f"{STORED}/cancel")):
+        assert answer.status_code == 400
+        assert "stored responses are not supported" in answer.json()["error"]["message"]
     assert server.client.get("/v1//models/").status_code == 200
     assert server.client.get("/health").json() == {"status": "ok"}
     assert server.client.get("/version").json()["version"]

@@ -344,10 +344,9 @@ def _counted(served: ServedModel, body: ResponsesRequest) -> Json:
     return {"object": "response.input_tokens", "input_tokens": len(prompt.ids)}
 
 
-@router.get("/v1/responses/{name}", responses={400: ERRORS[400]}, include_in_schema=False)
-@router.delete("/v1/responses/{name}", responses={400: ERRORS[400]}, include_in_schema=False)
-async def response(name: str) -> Response:
-    """Refuse the request: no response is stored."""
+@router.api_route("/v1/responses/resp_{rest:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
+async def response(rest: str) -> Response:
+    """Refuse to read, cancel or delete a response: none is stored. Other names below /v1/responses are not ids."""
     raise UsageError("stored responses are not supported", NOT_STORED)
 
 
