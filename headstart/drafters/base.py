@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from headstart.config import MAX_DEPTH
 from headstart.core import Draft, Rows, Sampled, Sequence
+from headstart.errors import UsageError
 from headstart.heads.base import Head
 from headstart.kernels.draft_loop import GateRule, PendingSample
 from headstart.kernels.ops import Backend, Buffer, Weight
@@ -21,6 +22,13 @@ from headstart.layers.decoder import Decoder, Tap
 from headstart.layers.linear import SketchedLinear
 from headstart.layers.network import Network, NetworkHandle
 from headstart.layers.weights import Weights
+from headstart.wording import option
+
+
+def no_head(what: str = "head") -> UsageError:
+    """The error of a drafter whose head is missing."""
+    hint = "attach one with " + option("head", "DIR") + ", or use " + option("drafter", "ngram")
+    return UsageError(f"the model has no {what}", hint)
 
 
 class Gate(Protocol):

@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from headstart.core import Float32, Rows, Sequence
-from headstart.drafters.base import Drafter, DraftPrograms, DraftRequest, GrowingDraft, TargetModel
+from headstart.drafters.base import Drafter, DraftPrograms, DraftRequest, GrowingDraft, TargetModel, no_head
 from headstart.drafters.head import vocabulary_parts
-from headstart.errors import UsageError
 from headstart.heads.base import STATES, BlockSpec, Head, HeadNetwork
 from headstart.heads.block import BlockModule, MarkovHead
 from headstart.kernels.draft_loop import confidence_of
@@ -27,7 +26,6 @@ from headstart.kernels.specs import StateSpec
 from headstart.layers.decoder import tap_width
 from headstart.layers.linear import LMHead
 from headstart.layers.network import Network, NetworkProgram, Pools
-from headstart.wording import option
 
 FEATURES, BLOCK, MARKOV, PAIRS = "features", "block", "markov", "pairs.0"
 
@@ -119,10 +117,7 @@ class BlockDrafter(Drafter):
     def attach(cls, target: TargetModel) -> Self:
         head = target.head
         if head is None or head.spec.block is None:
-            raise UsageError(
-                "the model has no block drafter",
-                "attach one with " + option("head", "DIR") + ", or use " + option("drafter", "ngram"),
-            )
+            raise no_head("block drafter")
         ids, embedding, lm_heads = vocabulary_parts(target, head)
         module, hidden = head.modules[0], target.config.hidden_size
         if isinstance(module, BlockModule):

@@ -19,13 +19,11 @@ from headstart.drafters._retokenized import RetokenizingDrafter
 from headstart.drafters.base import Drafter, DraftRequest, DraftVocabulary, GrowingDraft, TargetModel
 from headstart.drafters.block import BlockDrafter
 from headstart.drafters.head import HeadDrafter
-from headstart.errors import UsageError
 from headstart.heads.base import Head
-from headstart.heads.draft_model import DraftModel
+from headstart.heads.draft_model import DraftModel, no_draft_model
 from headstart.kernels.ops import Buffer
 from headstart.layers.decoder import tap_width
 from headstart.layers.network import FORWARD, DecoderNetwork
-from headstart.wording import option
 
 MAX_GUESSES = 3
 """Tokens that a draft model's head guesses for one pass of the draft model."""
@@ -120,7 +118,7 @@ class DraftModelDrafter(Drafter):
     @classmethod
     def attach(cls, target: TargetModel) -> Drafter:
         if not isinstance(target.head, DraftModel):
-            raise UsageError("drafter draft_model needs a second, smaller model", "name it: " + option("head", "MODEL"))
+            raise no_draft_model()
         if target.draft_texts is not None:
             return RetokenizingDrafter(target, target.head, target.draft_texts)
         return ParallelDraftModelDrafter(target, target.head) if target.head.spec.block else cls(target, target.head)

@@ -19,13 +19,11 @@ from numpy.typing import NDArray
 
 from headstart.core import Rows, Sequence
 from headstart.drafters import base
-from headstart.errors import UsageError
 from headstart.heads.base import Head, HeadNetwork
 from headstart.kernels.draft_loop import PendingSample
 from headstart.kernels.ops import Buffer, Weight
 from headstart.layers.build import raw_lm_head
 from headstart.layers.linear import Linear, LMHead
-from headstart.wording import option
 
 MAX_EARLY_PAIRS = 4
 """Most uncached pairs for an early draft. More pairs mean a prompt or a long pause, where an early start gains
@@ -55,10 +53,7 @@ class HeadDrafter(base.Drafter):
     @classmethod
     def attach(cls, target: base.TargetModel) -> Self:
         if target.head is None:
-            raise UsageError(
-                "the model has no head",
-                "attach one with " + option("head", "DIR") + ", or use " + option("drafter", "ngram"),
-            )
+            raise base.no_head()
         return cls(target, target.head)
 
     def num_uncached(self, sequence: Sequence) -> int:

@@ -20,7 +20,7 @@ from headstart.formats.base import Checkpoint, in_int4, widened
 from headstart.formats.quantization import declared_name
 from headstart.formats.safetensors import CONFIG
 from headstart.heads.base import Head, HeadSpec, limit_window
-from headstart.heads.draft_model import DraftModel, parallel_block
+from headstart.heads.draft_model import DraftModel, no_draft_model, parallel_block
 from headstart.heads.files import read_head, read_if_head
 from headstart.heads.kind import HeadCheckpoint, head_kind
 from headstart.kernels.backend import SharesThreads, open_backend, select_backend
@@ -80,7 +80,7 @@ def find_head(trunk: Model, config: EngineConfig) -> Head | None:
     if config.head is not None:
         return attach_head(trunk, _head_path(config.head), config.drafter)
     if config.drafter == DRAFT_MODEL:
-        raise UsageError("drafter draft_model needs a second, smaller model", "name it: " + option("head", "MODEL"))
+        raise no_draft_model()
     if native := native_head(trunk.family, trunk.weights, trunk.config):
         return native
     shipped = choose_head(shipped_heads(trunk.checkpoint), config.drafter)

@@ -12,15 +12,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from headstart.errors import ModelError
+from headstart.errors import ModelError, UsageError
 from headstart.formats.sizes import first_value
 from headstart.heads.base import BlockSpec, Head
 from headstart.heads.kind import HeadKind
 from headstart.layers.build import DecoderConfig
 from headstart.text.tokenizer import Tokenizer
+from headstart.wording import option
 
 MASK_KEYS = ("pard_token", "ptd_token_id")  # as vLLM reads them
 NUM_DRAFTS = 12  # of a pass: PARD's own default
+
+
+def no_draft_model() -> UsageError:
+    """The error of drafter draft_model without a model that drafts."""
+    return UsageError("drafter draft_model needs a second, smaller model", "name it: " + option("head", "MODEL"))
 
 
 def parallel_block(document: Mapping[str, Any], config: DecoderConfig) -> BlockSpec | None:

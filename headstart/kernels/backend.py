@@ -22,13 +22,19 @@ class BackendKind:
     rank: int  # `--backend auto` takes the lowest rank that can run
     why: str  # one line for doctor: why auto chose it
     exact: bool  # texts do not depend on batch neighbours, chunks or threads
-    limits: Callable[[EngineConfig], tuple[str, str] | None]  # (why this config cannot run here, hint), or None
+    limits: Callable[[EngineConfig], tuple[str, str] | None]  # as `refusal`, without the check of --dtype
     open: Callable[[EngineConfig, tuple[Path, ...]], Backend]  # the backend for the weights in these files
     flags: frozenset[str] = frozenset()  # EngineConfig fields that only backends which list them accept
     uses_dtype: bool = False  # computes in --dtype
     packages: tuple[str, ...] = ()  # packages whose versions the speed depends on
     is_present: Callable[[], bool] = lambda: True  # a cheap check for the hardware; if False, `auto` skips it
     detail: Callable[[], str] = lambda: ""  # more for doctor
+
+    def refusal(self, config: EngineConfig) -> tuple[str, str] | None:
+        """(why this config cannot run here, hint), or None."""
+        if (refusal := self.limits(config)) is None and config.dtype != "float32" and not self.uses_dtype:
+            return option("dtype", config.dtype) + " is the reference backend's", "leave " + option("dtype") + " out"
+        return refusal
 
 
 @runtime_checkable
@@ -68,7 +74,7 @@ def select_backend(config: EngineConfig) -> SelectedBackend:
     candidates = [config.backend] if is_named else sorted(present, key=lambda name: (kinds[name].rank, name))
     refused: dict[str, tuple[str, str]] = {}
     for name in candidates:
-        if (refusal := kinds[name].limits(config)) is None:
+        if (refusal := kinds[name].refusal(config)) is None:
             _check_flags(config, kinds[name], present)
             why = "asked for" if is_named else next((why for why, _ in refused.values()), kinds[name].why)
             return SelectedBackend(name, kinds[name], why)
@@ -87,7 +93,7 @@ def _check_flags(config: EngineConfig, chosen: BackendKind, kinds: dict[str, Bac
     for other, kind in kinds.items():
         for field in sorted(kind.flags - chosen.flags, reverse=True):
             if (value := getattr(config, field)) is not None and value is not False:
-                refusal = kind.limits(config)
+                refusal = kind.refusal(config)
                 hint = refusal[0] if refusal else "use " + option("backend", "auto")
                 what = f"{'' if value is True else f'{value} '}needs the {other} backend"
                 raise ParameterError(option(field), what, hint)

@@ -26,8 +26,6 @@ def limits(config: EngineConfig) -> tuple[str, str] | None:
     if config.kv_cache_dtype in ("int8", "fp8"):
         hint = "use " + option("kv_cache_dtype", "bfloat16")
         return option("kv_cache_dtype", config.kv_cache_dtype) + " is the native backend's", hint
-    if config.dtype != "float32":
-        return option("dtype", config.dtype) + " is the reference backend's", "leave " + option("dtype") + " out"
     return None
 
 

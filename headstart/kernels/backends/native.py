@@ -25,8 +25,6 @@ def limits(config: EngineConfig) -> tuple[str, str] | None:
         return "headstart was installed without a C++ compiler", "install one, then install headstart again"
     if config.device == "cuda":
         return "the device is cuda", "use " + option("device", "cpu")
-    if config.dtype != "float32":
-        return option("dtype", config.dtype) + " is the reference backend's", "leave " + option("dtype") + " out"
     if config.block_size % 16:
         return option("block_size", config.block_size) + " is not a multiple of 16", "use " + option("block_size", 16)
     return None
