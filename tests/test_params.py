@@ -137,7 +137,7 @@ def test_bad_words_are_not_generated(drafter: str) -> None:
         found = [i for i in range(len(done.token_ids)) if tuple(done.token_ids[i : i + len(word)]) == word]
         assert not found
     assert done.token_ids != tokens
-    assert {*banned[1]} & {*done.token_ids}, "parts of a word may come"
+    assert {*banned[1]} & {*done.token_ids}, "tokens of a bad word are banned one by one"
     assert done.token_ids == llm(drafter="none", max_num_seqs=1).generate([prompt], params)[0].token_ids
 
 

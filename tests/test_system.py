@@ -62,7 +62,7 @@ def test_fork_limits_time_and_memory() -> None:
 
     begun = time.monotonic()
     assert system.run_in_fork(spin) in system.TIMEOUT_SIGNALS
-    assert time.monotonic() - begun < 300, "by seconds of the clock, not of the processor"
+    assert time.monotonic() - begun < 300, "limited by wall-clock time, not CPU time"
     assert system.run_in_fork(fill) == signal.SIGTERM
 
 
@@ -74,7 +74,7 @@ def test_process_group_is_ended() -> None:
         stream.readline()
         assert system.end_process_group(process, kill=True)
         process.wait()
-        assert not stream.read(), "sleep has it open as long as it runs"
+        assert not stream.read(), "sleep still runs and holds the pipe open"
 
 
 WITHOUT = """

@@ -45,17 +45,17 @@ class CostCurve:
         return cls([_interpolate(knot, counts, seconds, slope) for knot in KNOTS])
 
     def at(self, count: float) -> float:
-        low, share = _place(count)
+        low, share = _knot_below(count)
         return self.scale * (self.seconds[low] + share * (self.seconds[low + 1] - self.seconds[low]))
 
     def learn(self, count: float, factor: float) -> None:
         """Corrects the curve at `count`, where the ratio measured / expected was `factor`."""
-        surprise = RATE * _bounded(factor)
-        low, share = _place(count)
+        correction = RATE * _bounded(factor)
+        low, share = _knot_below(count)
         share = min(share, 1.0)
-        self.scale *= 1 + DRIFT * surprise
-        self.seconds[low] *= 1 + (1 - DRIFT) * (1 - share) * surprise
-        self.seconds[low + 1] *= 1 + (1 - DRIFT) * share * surprise
+        self.scale *= 1 + DRIFT * correction
+        self.seconds[low] *= 1 + (1 - DRIFT) * (1 - share) * correction
+        self.seconds[low + 1] *= 1 + (1 - DRIFT) * share * correction
 
 
 def _bounded(factor: float) -> float:
@@ -64,7 +64,7 @@ def _bounded(factor: float) -> float:
 
 
 @lru_cache(1024)
-def _place(count: float) -> tuple[int, float]:
+def _knot_below(count: float) -> tuple[int, float]:
     """Index of the knot below, and the fraction of the way to the next one; above 1 beyond the last knot."""
     low = min(max(bisect_left(KNOTS, count) - 1, 0), len(KNOTS) - 2)
     return low, (count - KNOTS[low]) / (KNOTS[low + 1] - KNOTS[low])

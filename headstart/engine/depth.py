@@ -73,8 +73,8 @@ class AutoDepth:
         self._reach_s = 0.0  # seconds that the mean position adds to a row
         self._margin, self._prudence, self._min_probability = 0.0, 1.0, 0.0
         self._asks_head = False
-        self._rest_steps = self._steps_to_skip = 0  # steps without drafts: in all, and left
-        self._longest_rest = MAX_REST_STEPS
+        self._rest_steps = self._steps_to_skip = 0  # steps of the present rest without drafts: in all, and left
+        self._max_rest = MAX_REST_STEPS
 
     @property
     def share(self) -> float:
@@ -113,7 +113,7 @@ class AutoDepth:
         Returns False if no draft can pay, however sure it is.
         """
         costs, count = self.costs, next_pass.rows
-        self._longest_rest = max(MAX_REST_STEPS, REST_PER_SEQUENCE * count)
+        self._max_rest = max(MAX_REST_STEPS, REST_PER_SEQUENCE * count)
         self._pass_rows, self._reach_s = costs.weighted_rows(next_pass), costs.reach * next_pass.reach / count
         self._rows_s = costs.passes.at(self._pass_rows)
         self._pass_s = self._rows_s + count * self._reach_s
@@ -127,7 +127,7 @@ class AutoDepth:
         self.draft_s = self._prudence * costs.drafts.at(count) / count
         if self.row_s < self.token_s:
             return True
-        self._steps_to_skip = self._longest_rest
+        self._steps_to_skip = self._max_rest
         return False
 
     def saves_time(self, count: int) -> bool:
@@ -138,9 +138,10 @@ class AutoDepth:
         """Seconds that `rows` drafted rows, at the mean position of the others, add to the next pass."""
         return self.costs.passes.at(self._pass_rows + rows) - self._rows_s + rows * self._reach_s
 
-    def _gain(self, candidate: DraftCandidate, promise: float) -> float:
-        """Seconds that a draft of the head saves in a step; 0 if it does not pay within the rest of the text."""
-        sequence, gain = candidate.sequence, promise - self.draft_s
+    def _gain(self, candidate: DraftCandidate, saving: float) -> float:
+        """Seconds that a draft of the head saves in a step; 0 if its uncached pairs cost more than it saves in the rest
+        of the text. saving: of the draft's tokens."""
+        sequence, gain = candidate.sequence, saving - self.draft_s
         if gain <= 0 or not candidate.num_uncached:
             return max(gain, 0.0)
         left = min(self._mean_length, sequence.request.params.max_tokens - sequence.num_output)
@@ -185,13 +186,13 @@ class AutoDepth:
             return False
         self.acceptance.record_draft(sequence, draft)
         worthwhile = self.acceptance.prefix_probabilities(sequence, draft, self.row_s / self.token_s)
-        free = sum(worthwhile) * self.token_s - len(worthwhile) * self.row_s
+        saving = sum(worthwhile) * self.token_s - len(worthwhile) * self.row_s
         if not with_head:
-            return free > 0
-        promise = sum(self._savings(sequence, MAX_DEPTH))
+            return saving > 0
+        of_head = sum(self._savings(sequence, MAX_DEPTH))
         if not self.block:  # later tokens may save as much as the first
-            promise /= max(1 - self.acceptance.table(sequence, self.method, 0).mean, 0.1)
-        return free > promise - self.draft_s
+            of_head /= max(1 - self.acceptance.table(sequence, self.method, 0).mean, 0.1)
+        return saving > of_head - self.draft_s
 
     def cut(self, requests: Seq[DraftRequest]) -> None:
         """Cuts the drafts to the rows that are worth verifying together, likeliest first; or to nothing. A leaf stays
@@ -214,7 +215,7 @@ class AutoDepth:
         for index, leaf in leaves:
             drafts[index].draft.leaves.append(leaf)
         num_verified = sum(lengths) + len(leaves)
-        self._rest_steps = 0 if num_verified or self._asks_head else min(2 * self._rest_steps + 1, self._longest_rest)
+        self._rest_steps = 0 if num_verified or self._asks_head else min(2 * self._rest_steps + 1, self._max_rest)
         self._steps_to_skip = self._rest_steps
         if drafts:
             self._mean_verified += (1 - KEPT_DECAY) * (num_verified / len(drafts) - self._mean_verified)

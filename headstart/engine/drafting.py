@@ -29,7 +29,7 @@ class Drafting:
         block = drafter.max_depth if drafter and drafter.costs_per == "pass" else 0
         self.auto = AutoDepth(drafter.method if drafter else "none", block)
         self.num_vocab: int | None = None  # logits that a head computes exactly per drafted token; None: no head
-        self.lookup_corpus: TextLookup | None = None  # outlives a change of the head
+        self.lookup_corpus: TextLookup | None = None  # kept when the head changes
         self.can_branch = False  # drafts may have leaves: the backend draws them, and no layer keeps a recurrent state
         self.samples: CostSamples | None = None  # collects step times during a calibration
 
@@ -165,9 +165,12 @@ class Drafting:
         that saves time, else whatever the depth."""
         if sequence.constraint is None:
             return False
-        limit, pays = min(MAX_DEPTH, self._draft_room(sequence)), self.auto.saves_time if is_auto else bool
-        tokens = sequence.constraint.forced(limit) if pays(limit) else []
-        if not pays(len(tokens)) or not self._reserve(sequence, len(tokens)):
+        limit = min(MAX_DEPTH, self._draft_room(sequence))
+        if is_auto and not self.auto.saves_time(limit):  # reading forced tokens takes time
+            return False
+        tokens = sequence.constraint.forced(limit)
+        pays = self.auto.saves_time(len(tokens)) if is_auto else bool(tokens)
+        if not pays or not self._reserve(sequence, len(tokens)):
             return False
         sequence.draft = Draft(tokens, method=FORCED)
         return True

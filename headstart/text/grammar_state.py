@@ -64,7 +64,8 @@ class GrammarState:
 
     def mask(self) -> Mask:
         """uint32 [ceil(vocab_size / 32)]: the allowed next tokens. End-of-text ids are allowed exactly where the text
-        may end (`accepting`), and are the only ones once it is `done`. All zero after an `error` or without them."""
+        may end (`accepting`), and are the only ones once it is `done`. All zero after an `error`, and at the end of a
+        text without end-of-text ids."""
         if not self._num_ends and not self._matcher.is_stopped():
             cached = self._masks.get(len(self._tokens))
             if cached is not None and not self._matcher.is_error():

@@ -231,7 +231,7 @@ def test_text_ends_before_the_stop_string(kind: str, drafter: str) -> None:
         assert found.text == whole[: whole.index(stop)]
         assert found.finish_reason == "stop"
         ids = [each.tokenizer.decode(found.token_ids[:n]) for n in range(len(found.token_ids) + 1)]
-        assert stop in ids[-1], "the token that completes it counts"
+        assert stop in ids[-1], "the token that completes the stop string is missing"
         assert stop not in ids[-2]
         streamed = [delta.text for delta in each.stream("the thing", params_with(stop))]
         assert streamed
@@ -283,7 +283,7 @@ def test_min_tokens_delays_stop_strings_and_stop_ids() -> None:
     stop_id = whole.token_ids[3]
     assert free_text(each, stop_token_ids=(stop_id,)).token_ids == whole.token_ids[: whole.token_ids.index(stop_id) + 1]
     ended = free_text(each, stop_token_ids=(stop_id,))
-    assert ended.text == each.tokenizer.decode(ended.token_ids[:-1]), "a stop id is no part of the text"
+    assert ended.text == each.tokenizer.decode(ended.token_ids[:-1]), "the text contains the stop token"
     late = free_text(each, stop_token_ids=(stop_id,), min_tokens=20)
     assert stop_id not in late.token_ids[:20]
     assert len(late.token_ids) >= 20

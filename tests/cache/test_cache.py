@@ -46,7 +46,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         for position in positions:
             slot = self.slot(sequence, position)
             owners = [other for other in self.live if slot // SIZE in other.block_table]
-            assert not junk or owners == [sequence], "a draft is written into a block that others read"
+            assert not junk or owners == [sequence], "a draft is written into a shared block"
             self.junk += 1
             into[slot] = (-self.junk,) if junk else tuple(sequence.tokens[: position + 1])
 
@@ -187,7 +187,7 @@ def test_prefix_hit_leaves_the_last_row_to_compute() -> None:
     assert num_cached(memory, tokens) == 4  # all 8 tokens are cached, but the last row must be computed
     third = new_sequence([*tokens, 1])
     assert memory.attach_prefix(third) == 8 and third.block_table == first.block_table[:2]
-    assert num_cached(memory, [9, 9, 9, 9, 4, 5, 6, 7, 9]) == 0, "a different past is no hit"
+    assert num_cached(memory, [9, 9, 9, 9, 4, 5, 6, 7, 9]) == 0, "a block after other tokens is a hit"
 
 
 def num_cached(memory: KVCacheManager, tokens: list[int], **params: Any) -> int:
@@ -246,9 +246,9 @@ def test_gap_outside_the_receptive_field_is_ignored() -> None:
     memory.fill(first, HEAD, 1, 4)  # as far as another sequence filled
     memory.receptive_fields[HEAD] = 2
     memory.pool.blocks[first.block_table[1]].filled.clear()
-    assert filled() == 12, "the last block is all that it needs"
+    assert filled() == 12, "the last block covers the head's receptive field"
     memory.receptive_fields[HEAD] = 6
-    assert filled() == 4, "the first block is whole, the second is not"
+    assert filled() == 4, "only the first block is complete"
     memory.pool.blocks[first.block_table[0]].filled.clear()
     memory.receptive_fields[HEAD] = 0
     assert filled() == 0

@@ -44,7 +44,7 @@ class SimulatedStates:
             stores = range(plan.store_starts[s], plan.store_starts[s + 1])
             positions = plan.store_positions[stores.start : stores.stop].tolist()
             assert positions == sorted(positions)
-            assert positions[-1] == plan.keeps[s] <= len(sequence.tokens), "an unsure state is stored"
+            assert positions[-1] == plan.keeps[s] <= len(sequence.tokens), "the state of unverified tokens is stored"
             others = {int(slot) for other, slot in enumerate(plan.reads) if other != s}
             assert not others & set(plan.store_slots[stores.start : stores.stop].tolist()), (
                 "others read what is written"

@@ -67,8 +67,8 @@ def test_stored_blocks_are_read_back(tmp_path: Path) -> None:
     store = BlockStore(tmp_path / "new" / "folder", 10**8)  # as in another process
     assert [read_block(store, number) for number in range(4)] == [bytes_of(0), bytes_of(1), bytes_of(2), None]
     assert read_block(store, 0, OTHER) is None and store.counts.loaded.total() == 3 and not store.counts.dropped
-    assert (tmp_path / "new" / "folder").stat().st_mode & 0o077 == 0, "prompts are nobody else's"
-    assert read_block(store, 0, size=SIZE - 1) is None, "another size is not taken"
+    assert (tmp_path / "new" / "folder").stat().st_mode & 0o077 == 0, "other users can read the folder"
+    assert read_block(store, 0, size=SIZE - 1) is None, "a block of another size was read"
 
 
 @pytest.mark.parametrize("how", ["bit", "head", "cut", "longer", "empty", "swapped", "other part", "pipe"])
@@ -99,7 +99,7 @@ def test_oldest_blocks_are_evicted_first(tmp_path: Path) -> None:
     for number in range(300):
         assert store.put(PART, key_of(number), content_of(number), now + number) and used_bytes(tmp_path) <= 100 * 8192
         if number >= 20:
-            assert store.touch(PART, key_of(7), now + number), "what is used stays"
+            assert store.touch(PART, key_of(7), now + number), "a used block was evicted"
     kept = [number for number in range(300) if store.has(PART, key_of(number))]
     assert kept[0] == 7 and kept[1:] == list(range(300 - len(kept) + 1, 300)) and len(kept) > 70
     assert store.counts.evicted == 300 - len(kept)
@@ -110,7 +110,7 @@ def test_size_limit_of_few_blocks_holds(tmp_path: Path) -> None:
     for number in range(10):
         assert store.put(PART, key_of(number), content_of(number), time.time_ns()) and used_bytes(tmp_path) <= 3 * 8192
     assert read_block(store, 9) == bytes_of(9)
-    assert not BlockStore(tmp_path, 8191).put(PART, key_of(99), content_of(99), 0), "more than there is room for"
+    assert not BlockStore(tmp_path, 8191).put(PART, key_of(99), content_of(99), 0), "a block larger than the limit was stored"
 
 
 def test_full_disk_logs_once_and_is_retried(

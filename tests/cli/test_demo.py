@@ -43,7 +43,7 @@ def test_narrow_terminal_shows_every_number(fake_demo: Any, monkeypatch: pytest.
     monkeypatch.setenv("COLUMNS", "40")
     assert main(["demo"]) == 0
     wide = capsys.readouterr().out
-    assert "│ code " in wide, "a pipe has no width"
+    assert "│ code " in wide, "COLUMNS limits the output to a pipe"
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     assert main(["demo"]) == 0
     lines = capsys.readouterr().out.splitlines()

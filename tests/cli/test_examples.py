@@ -102,7 +102,7 @@ def test_example_line_runs(line: str) -> None:
 def _remove_outputs(words: list[str]) -> None:
     for flag in ("-o", "--out", "--report"):
         if flag in words and (path := Path(words[words.index(flag) + 1])).exists():
-            assert path.parts[0] not in ("/", ".."), "only what an example before has made"
+            assert path.parts[0] not in ("/", ".."), "an example writes outside the folder"
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 

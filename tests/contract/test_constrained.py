@@ -164,7 +164,7 @@ def test_forced_tokens_share_a_pass(drafter: str) -> None:
     found = constrained_output(drafter, LONG)
     assert text_of(found.tokens) == LONG and found.finish_reason == "stop"
     assert (found.stats.emitted, found.stats.forced) == (len(found.tokens), len(found.tokens) - 1)
-    assert found.stats.passes == 2, "one for the first token, one for all that follow"
+    assert found.stats.passes == 2, "a pass for the first token, and one for the others"
     assert (found.stats.drafts, found.stats.drafted, found.stats.accepted) == (0, 0, 0)
     narrow = constrained_output(drafter, LONG, max_num_batched_tokens=4)
     assert narrow.tokens == found.tokens and narrow.stats.passes > 4
@@ -203,5 +203,5 @@ def test_grammar_overrides_min_tokens(temperature: float) -> None:
         return found[0].tokens
 
     assert output(GrammarSpec("choice", ["ab"])) == [a, b], "shorter than min_tokens"
-    assert output(GrammarSpec("choice", ["ab", "aa"]), stop_token_ids=(a, b)) == [a], "banned, but alone"
+    assert output(GrammarSpec("choice", ["ab", "aa"]), stop_token_ids=(a, b)) == [a], "a stop token is sampled before min_tokens if the grammar allows no other"
     assert output(GrammarSpec("regex", "[ab]*"), stop_token_ids=(b,), logit_bias={b: 50.0})[:5] == [a] * 5

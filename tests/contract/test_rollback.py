@@ -216,8 +216,8 @@ def test_states_equal_a_fresh_prefill(kind: str, name: str) -> None:
         seen.append((history.hits, history.replayed))
 
     histories()
-    assert sum(hits for hits, _ in seen) > 0, "no prefix was found again"
-    assert sum(replayed for _, replayed in seen) > 10, "no draft came true"
+    assert sum(hits for hits, _ in seen) > 0, "no prefix hit"
+    assert sum(replayed for _, replayed in seen) > 10, "no draft was accepted"
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -102,8 +102,8 @@ def test_draft_is_one_pass_over_new_positions_and_one_over_the_block(backend: st
     blocks = [rows for name, rows in passes if name == "block"]
     features = sum(rows for name, rows in passes if name == "features")
     if (backend, rule) != ("native", "exact"):  # native with `exact`: the pass is part of a whole draft
-        assert max(blocks) == 3, "the anchor's row drafts too"
-    assert 21 <= features <= 21 + 16, "no position twice"
+        assert max(blocks) == 3, "the anchor's row does not draft"
+    assert 21 <= features <= 21 + 16, "features of a position were computed twice"
 
 
 def test_gate_limits_the_draft() -> None:

@@ -100,9 +100,9 @@ def test_stored_costs_are_used_on_a_busy_machine(
         return json.loads(file.read_text())
 
     assert passes_until_known() > 50
-    assert 10 < passes_until_known(1, 3, 2, 4, 5, 2) < 30, "too noisy to say that what is kept is wrong"
+    assert 10 < passes_until_known(1, 3, 2, 4, 5, 2) < 30, "noise does not replace the stored costs"
     assert not stored_document()["confirmed"] and 10 < passes_until_known() < 30 and stored_document()["confirmed"]
-    assert passes_until_known() == 0, "what was measured twice is not measured again: steps correct it"
+    assert passes_until_known() == 0, "confirmed costs are not measured again"
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ def texts(engine: Engine, requests: list[Any], changes: dict[int, Model], config
             change_head(engine, changes[step], config)
 
     outputs = support.run(engine, requests, after)
-    assert next(steps) > max(changes, default=0), "every change came"
+    assert next(steps) > max(changes, default=0), "the run ended before the last change"
     return {key: output.tokens for key, output in outputs.items()}
 
 

@@ -151,23 +151,23 @@ class Simulation:
     def run(self, steps: int) -> tuple[float, float, float]:
         """Seconds per token, tokens verified per step and sequence, and share of time spent on drafts, over the second
         half of the steps."""
-        pilot = AutoDepth("mtp")
-        pilot.costs = self.costs
+        auto = AutoDepth("mtp")
+        auto.costs = self.costs
         sequences = [sequence() for _ in range(self.count)]
         for step in range(2 * steps):
             if step in (0, steps):
                 seconds = drafting = tokens = verified = 0
             requests: list[DraftRequest] = []
-            if not pilot.should_skip_step() and pilot.estimate_costs(PassShape(self.count, self.prompt_rows)):
-                requests = pilot.make_requests([DraftCandidate(each, 8, 0) for each in sequences])
+            if not auto.should_skip_step() and auto.estimate_costs(PassShape(self.count, self.prompt_rows)):
+                requests = auto.make_requests([DraftCandidate(each, 8, 0) for each in sequences])
             probabilities = {request.sequence: self._draft(request) for request in requests}
             lengths = [len(request.sequence.draft.tokens) for request in requests]
             taken = self.costs.draft_seconds([sum(n > i for n in lengths) for i in range(max(lengths, default=0))], 0)
-            pilot.cut(requests)
+            auto.cut(requests)
             rows = self.count + sum(len(each.draft.tokens) for each in sequences)
             took = self.costs.pass_seconds(PassShape(rows, self.prompt_rows))
-            emitted = sum(self._commit(pilot, each, probabilities.get(each, ())) for each in sequences)
-            pilot.record_step(PassShape(rows, self.prompt_rows), self.count, emitted, took, taken)
+            emitted = sum(self._commit(auto, each, probabilities.get(each, ())) for each in sequences)
+            auto.record_step(PassShape(rows, self.prompt_rows), self.count, emitted, took, taken)
             seconds, drafting, tokens = seconds + took + taken, drafting + taken, tokens + emitted
             verified += rows - self.count
         return seconds / tokens, verified / steps / self.count, drafting / seconds
@@ -184,10 +184,10 @@ class Simulation:
                 break
         return probabilities
 
-    def _commit(self, pilot: AutoDepth, each: Sequence, probabilities: Seq[float]) -> int:
+    def _commit(self, auto: AutoDepth, each: Sequence, probabilities: Seq[float]) -> int:
         accepted = next((i for i, token in enumerate(each.draft.tokens) if token != 1), len(each.draft.tokens))
         each.tokens += [1] * (accepted + 1)
-        pilot.acceptance.record_outcomes(each)
+        auto.acceptance.record_outcomes(each)
         each.draft = Draft()
         return accepted + 1
 
@@ -208,7 +208,7 @@ def plain_seconds(costs: Costs, count: int) -> float:
 @pytest.mark.parametrize(
     ("passes", "rate", "slowest", "depths", "drafting"),
     [(FLAT, 0.97, 0.3, (5, 8), 1.0), (FLAT, 0.02, 1.01, (0, 8), 0.01), (STEEP, 0.8, 1.01, (0, 0.05), 1.0)],
-    ids=["free rows, right guesses", "wrong guesses", "dear rows"],
+    ids=["cheap rows, accepted drafts", "rejected drafts", "expensive rows"],
 )
 def test_depth_follows_costs_and_acceptance(
     passes: CostCurve, rate: float, slowest: float, depths: tuple[float, float], drafting: float
@@ -257,11 +257,11 @@ def test_prompt_rows_reduce_depth() -> None:
 
 
 def test_drafting_starts_only_if_catching_up_pays() -> None:
-    pilot = AutoDepth("mtp")
-    pilot.costs = FixedCosts(FLAT, CHEAP_DRAFTS, catch_up=0.05)
+    auto = AutoDepth("mtp")
+    auto.costs = FixedCosts(FLAT, CHEAP_DRAFTS, catch_up=0.05)
     each = sequence()
-    pilot.estimate_costs(PassShape(1))
-    drafts = [pilot.make_requests([DraftCandidate(each, 8, uncached)])[0] for uncached in (0, 100, 100_000)]
+    auto.estimate_costs(PassShape(1))
+    drafts = [auto.make_requests([DraftCandidate(each, 8, uncached)])[0] for uncached in (0, 100, 100_000)]
     assert [draft.gate.should_start for draft in drafts] == [True, True, False]
 
 
@@ -330,21 +330,21 @@ def test_auto_depth_keeps_the_text_and_depth_by_batch_limits_it() -> None:
 
 @pytest.mark.parametrize(("passes", "width"), [(FLAT, 3), (STEEP, 1), (CostCurve.fit({1: [1.0], 8: [2.0]}), 1)])
 def test_draft_width_follows_row_costs(passes: CostCurve, width: int) -> None:
-    pilot = AutoDepth("mtp")
-    pilot.costs = FixedCosts(passes, CHEAP_DRAFTS)
-    pilot.estimate_costs(PassShape(1))
-    assert pilot.width == width
+    auto = AutoDepth("mtp")
+    auto.costs = FixedCosts(passes, CHEAP_DRAFTS)
+    auto.estimate_costs(PassShape(1))
+    assert auto.width == width
 
 
 def test_leaves_are_kept_only_if_worth_their_row() -> None:
-    pilot, each = AutoDepth("mtp"), sequence()
-    pilot.costs = FixedCosts(CostCurve.fit({1: [1.0], 8: [1.7], 64: [8.0]}), CHEAP_DRAFTS)
-    pilot.estimate_costs(PassShape(1))
-    (request,) = pilot.make_requests([DraftCandidate(each, 8, 0, width=2)])
+    auto, each = AutoDepth("mtp"), sequence()
+    auto.costs = FixedCosts(CostCurve.fit({1: [1.0], 8: [1.7], 64: [8.0]}), CHEAP_DRAFTS)
+    auto.estimate_costs(PassShape(1))
+    (request,) = auto.make_requests([DraftCandidate(each, 8, 0, width=2)])
     assert request.width == 2
     leaves = [Leaf(0, 1, 9, 0.35), Leaf(1, 1, 4, 0.01), Leaf(2, 1, 5, 0.9)]
     each.draft = Draft([7, 8, 3], method="mtp", scores=[0.6, 0.6, 0.01], leaves=list(leaves))
-    pilot.cut([request])
+    auto.cut([request])
     assert each.draft.tokens == [7, 8] and each.draft.leaves == leaves[:1]  # leaves beside a cut token are cut as well
 
 

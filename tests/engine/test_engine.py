@@ -101,7 +101,7 @@ def test_one_forward_per_step_serves_all_rows() -> None:
     assert min(int(plan.positions.min()) for plan in spy.head) == 1, "the first pair lives at position 1"
     assert len(set(spy.num_ops)) == 1, "the forward loops over sequences or rows"
     assert any({"prefill", "draft"} <= mix for mix in mixes) and any({"draft", "decode"} <= mix for mix in mixes)
-    assert any({"3 lengths", "4 lengths"} & mix for mix in mixes), "no ragged drafts"
+    assert any({"3 lengths", "4 lengths"} & mix for mix in mixes), "no drafts of different lengths in a batch"
 
 
 @pytest.mark.slow
@@ -245,8 +245,8 @@ def test_preempted_sequences_resume_with_the_same_text() -> None:
 
     assert_same(run(engine, requests, after), alone)
     assert engine.scheduler.num_preemptions >= 2
-    assert order, "nothing waited with tokens already out"
-    assert "0" not in order, "the oldest gave way"
+    assert order, "no sequence with output was preempted"
+    assert "0" not in order, "the oldest sequence was preempted"
 
 
 @pytest.mark.slow
@@ -312,7 +312,7 @@ def test_prefix_hits_are_counted_and_keep_the_text() -> None:
     assert sequence.num_cached == 40  # five blocks of eight
     assert (engine.scheduler.prefix_queries, engine.scheduler.prefix_hits) == (86, 40)
     assert engine.runner.num_rows - rows == rows - 40
-    assert again["r", 0].stats == first["r", 0].stats, "the head drafts as if it had computed the prefix itself"
+    assert again["r", 0].stats == first["r", 0].stats, "a prefix hit changes the drafts"
 
     engine = make(model, drafter="mtp", depth=3, enable_prefix_caching=False)
     assert_same(run(engine, [request(prompt, **settings)]), first)
@@ -507,7 +507,7 @@ def test_first_three_tokens_follow_the_plain_sampling_distribution(drafter: str,
         counts[tuple(output.tokens[:3])] += 1
     expected = joint_of_three(tuple(prompt)) * 128 * runs
     assert counts.sum() == 128 * runs
-    assert (counts[expected == 0] == 0).all(), "a token that top-k removed"
+    assert (counts[expected == 0] == 0).all(), "a token outside top-k was sampled"
     often = expected >= 5
     cells = [*zip(counts[often], expected[often], strict=True), (counts[~often].sum(), expected[~often].sum())]
     chi_square = sum((have - want) ** 2 / want for have, want in cells if want > 0)

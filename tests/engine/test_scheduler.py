@@ -36,12 +36,12 @@ def test_small_budgets_give_the_same_text(budget: int, drafter: str) -> None:
         rows.append(engine.runner.num_rows - sum(rows))
         assert len(engine.scheduler.running) <= budget
         earlier = engine.scheduler.running[:-1]
-        assert all(s.num_computed == len(s.tokens) - 1 for s in earlier), "only the last is in its prompt"
+        assert all(s.num_computed == len(s.tokens) - 1 for s in earlier), "several sequences are in prefill"
 
     assert_same(run(engine, requests(), after), plain_texts())
     assert max(rows) <= budget
     if budget == 1 or drafter == "mtp":
-        assert (engine.stats.drafted > 0) == (budget > 1), "one row holds no draft"
+        assert (engine.stats.drafted > 0) == (budget > 1), "drafts in a budget of one row"
 
 
 @pytest.mark.slow

@@ -59,7 +59,7 @@ def test_lock_is_exclusive_and_runs_deferred_calls() -> None:
 
     in_threads(work, range(4))
     assert max(most) == 1
-    assert len(most) == 4 * 300 * 2, "whatever is to be done soon is done"
+    assert len(most) == 4 * 300 * 2, "a call of call_soon was lost"
     done = list[int]()
     with lock:
         lock.call_soon(lambda: done.append(1))

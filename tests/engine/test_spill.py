@@ -63,10 +63,10 @@ def test_next_engine_reuses_the_files(family: str, tmp_path: Path) -> None:
     support.assert_same(first, expected)
     support.assert_same(found, expected)
     assert engine.scheduler.prefix_hits == 296 and engine.memory.spill.hits.total() == 296 and rows <= 4 + 10 * 4
-    assert num_uncached[0] <= 300 - 296, "no prompt pass of the head"
+    assert num_uncached[0] <= 300 - 296, "the head computed the prompt again"
     again, _ = outputs_and_rows(engine, long_request(prompt))
     support.assert_same(again, expected)
-    assert engine.memory.spill.hits.total() == 296, "now from the pool"
+    assert engine.memory.spill.hits.total() == 296, "the blocks were read from files again"
 
 
 @pytest.mark.slow
@@ -107,7 +107,7 @@ def test_concurrent_requests_load_a_common_prefix_once(tmp_path: Path) -> None:
     engine = engine_of(model, tmp_path)
     support.assert_same(support.run(engine, requests), expected)
     assert engine.scheduler.prefix_hits > 6 * 2 * 144
-    assert engine.memory.spill.store.counts.loaded.total() < 120, "what they have in common is loaded once"
+    assert engine.memory.spill.store.counts.loaded.total() < 120, "the common prefix was loaded more than once"
 
 
 @pytest.mark.slow
@@ -175,7 +175,7 @@ def test_files_of_another_engine_are_not_found(what: str, tmp_path: Path, monkey
     outputs_and_rows(engine_of(loaded(), tmp_path), long_request(prompt))
     again = engine_of(loaded(), tmp_path)
     outputs_and_rows(again, long_request(prompt))
-    assert again.scheduler.prefix_hits == 192, "the same files elsewhere are the same model"
+    assert again.scheduler.prefix_hits == 192, "a copy of the model at another path has other blocks"
     settings = {"backend": {"dtype": "float32"}, "block size": {"block_size": 16}}.get(what, {})
     if what == "weights":
         name = next(name for name in arrays if "embed" in name)

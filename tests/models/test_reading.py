@@ -79,7 +79,7 @@ def test_sliding_windows_apply_to_selected_layers(family: str) -> None:
         return [mixer.spec.window for mixer in mixers if isinstance(mixer, AttentionConfig)]
 
     assert windows(max_window_layers=1) == [0, 7, 7]
-    assert windows() == [0, 0, 0], "28 layers have none where the config does not tell"
+    assert windows() == [0, 0, 0], "max_window_layers is 28 by default"
     assert windows(layer_types=["sliding_attention", "full_attention", "full_attention"]) == [7, 0, 0]
     assert windows(max_window_layers=0, use_sliding_window=False) == [0, 0, 0]
 

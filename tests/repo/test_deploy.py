@@ -55,7 +55,7 @@ def test_compose_names_existing_files_and_options() -> None:
             else:
                 assert source in COMPOSE["volumes"], (name, source)
         assert all(each in COMPOSE["services"] for each in service.get("depends_on", ()))
-        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ())), "nobody else gets in unasked"
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ())), "a port is open to other machines"
     ours = COMPOSE["services"]["headstart"]
     assert (DEPLOY / ours["build"] / "Dockerfile").exists()
     assert serve_options(ours["command"]) <= COMMANDS["serve"]
@@ -80,7 +80,7 @@ def test_prometheus_and_grafana_are_connected() -> None:
     place = provider["options"]["path"]
     (board,) = (DEPLOY / boards[name] for name in boards if name.startswith(f"{place}/"))
     kinds = {each["type"] for each in json.loads(board.read_text("utf-8"))["templating"]["list"]}
-    assert kinds == {"datasource"}, "the dashboard takes the source that there is"
+    assert kinds == {"datasource"}, "the dashboard names a data source"
 
 
 def test_systemd_unit_starts_a_server() -> None:

@@ -96,7 +96,7 @@ def test_model_is_loaded_on_demand_and_unloaded_when_idle(folder: Path) -> None:
         await until(lambda: loaded(models) == [])
         async with models._moving:
             gc.collect()
-        assert engine() is None, "its memory is not given back"
+        assert engine() is None, "the unloaded engine is still referenced"
         assert await tokens_of(await start_request(await models.get("a:latest"))) == expected
         assert models.find("a").num_loads == 2
         with pytest.raises(ModelError, match="this server has a, b, broken"):

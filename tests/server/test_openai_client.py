@@ -80,7 +80,7 @@ def test_chat_logprobs_whole_and_streamed(client: OpenAI) -> None:
     streamed = [entry for piece in pieces if piece.logprobs for entry in piece.logprobs.content]
     assert [each.logprob for each in streamed] == [each.logprob for each in entries]
     with_text = [piece for piece in pieces if piece.delta.content]
-    assert all(piece.logprobs for piece in with_text), "a piece of text comes with its logprobs"
+    assert all(piece.logprobs for piece in with_text), "chunks with text have logprobs"
 
 
 def test_completions_echo_and_logprobs(client: OpenAI) -> None:

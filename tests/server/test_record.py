@@ -108,7 +108,7 @@ def test_missing_folder_loses_records_but_no_requests(
     support.until(lambda: metric(server, lost) >= 3)
     assert metric(server, lost) == 3
     assert len([each for each in caplog.messages if "cannot record to" in each]) == 1
-    assert not folder.exists(), "it is not made again"
+    assert not folder.exists(), "the folder was created again"
     (tmp_path / "elsewhere").rename(folder)
     server.post("/v1/completions", **BODY)
     assert len(wait_for_records(folder, 2)) == 2

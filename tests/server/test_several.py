@@ -124,7 +124,7 @@ def test_metrics_have_model_labels(several: Server) -> None:
         answer(several, model, 1)
     text = several.client.get("/metrics").text
     types = [line for line in text.splitlines() if line.startswith("# TYPE")]
-    assert len(types) == len(set(types)), "a metric stands there twice"
+    assert len(types) == len(set(types)), "a metric is declared twice"
     for model in (DEFAULT, "small"):
         assert f'vllm:generation_tokens_total{{model_name="{model}"}}' in text
         assert f'headstart:model_loaded{{model_name="{model}"}} 1.0' in text

@@ -106,7 +106,7 @@ def walk(state: GrammarState, name: str, seed: int, steps: int = 600) -> list[in
     ends, closers = compiler(name).end_ids, closing_ids(name)
     while not state.done:
         allowed = ids(state.mask())
-        assert allowed, "a walk came to a dead end"
+        assert allowed, "no token is allowed before the end"
         assert max(allowed) < compiler(name)._tokenizer.vocab_size
         assert (state.accepting and ends <= set(allowed)) or (not state.accepting and not ends & set(allowed))
         if state.accepting and random.random() < 0.5:

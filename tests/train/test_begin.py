@@ -67,7 +67,7 @@ def test_own_lm_head_is_kept(common: dict[str, Any], tmp_path: Path) -> None:
     before, after = read_head(path), read_head(out)
     rows_of = [each.tensors["lm_head.weight"].float32() for each in (after, before)]
     np.testing.assert_allclose(*rows_of, rtol=2**-8)  # written in bfloat16
-    assert np.array_equal(after.draft_token_ids, before.draft_token_ids), "its rows belong to them"
+    assert np.array_equal(after.draft_token_ids, before.draft_token_ids), "the LM head's rows have other token ids"
 
 
 @pytest.mark.slow

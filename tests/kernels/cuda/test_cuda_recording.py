@@ -131,7 +131,7 @@ def test_recordings_are_reused_for_plans_of_equal_shape() -> None:
     assert found == drafts_of(engine_of(with_head("reference"), depth=1), 6, [LIMITED])
     engine.memory.pool.check()
     trunk = [each for handle in engine.runner.trunk.programs.values() for each in handle.recordings.values()]
-    assert len(trunk) > 1 and all(each.sampling for each in trunk), "what is drawn is recorded, too"
+    assert len(trunk) > 1 and all(each.sampling for each in trunk), "sampling is not recorded"
     assert device_graphs.replayed >= 2 * device_graphs.recorded
 
 
