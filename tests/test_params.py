@@ -20,19 +20,19 @@ from headstart.params import recommended
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a text for a number": ({"temperature": "0.5"}, "temperature is '0.5', but must be a number"),
-    "nothing for a number": ({"top_p": None}, "top_p is None, but must be a number"),
-    "truth for a number": ({"min_p": True}, "min_p is True, but must be a number"),
-    "part of a token": ({"max_tokens": 1.5}, "max_tokens is 1.5, but must be a whole number"),
+    "None for a number": ({"top_p": None}, "top_p is None, but must be a number"),
+    "True for a number": ({"min_p": True}, "min_p is True, but must be a number"),
+    "a fraction of a token": ({"max_tokens": 1.5}, "max_tokens is 1.5, but must be a whole number"),
     "a float of choices": ({"n": 2.0}, "n is 2.0, but must be a whole number"),
     "a float of candidates": ({"top_k": 1.0}, "top_k is 1.0, but must be a whole number"),
     "a text for a seed": ({"seed": "7"}, "seed is '7', but must be a whole number"),
     "a seed below 0": ({"seed": -1}, "seed is -1, but must be between 0 and 18446744073709551615"),
-    "yes to logprobs": ({"logprobs": True}, "logprobs is True, but must be a whole number"),
+    "True for logprobs": ({"logprobs": True}, "logprobs is True, but must be a whole number"),
     "not a number": ({"temperature": float("nan")}, "temperature is nan, but must be between 0 and 1e.18"),
-    "no penalty": ({"repetition_penalty": 0}, "repetition_penalty is 0, but must be between 0.001"),
-    "a penalty beyond numbers": ({"repetition_penalty": 1e-50}, "repetition_penalty is 1e-50, but must be between"),
-    "a reward beyond numbers": ({"repetition_penalty": 1e50}, "must be between 0.001 and 1000"),
-    "stops that are ids": ({"stop": [1]}, "stop holds 1, but must be a text or a list of texts"),
+    "a penalty of 0": ({"repetition_penalty": 0}, "repetition_penalty is 0, but must be between 0.001"),
+    "a penalty below the minimum": ({"repetition_penalty": 1e-50}, "repetition_penalty is 1e-50, but must be between"),
+    "a penalty above the maximum": ({"repetition_penalty": 1e50}, "must be between 0.001 and 1000"),
+    "ids as stops": ({"stop": [1]}, "stop holds 1, but must be a text or a list of texts"),
     "a stop that is bytes": ({"stop": b"x"}, "stop is b'x', but must be a text or a list of texts"),
     "an empty bad word": ({"bad_words": ["a", ""]}, "bad_words has an empty text"),
     "ids that are texts": ({"stop_token_ids": ["a"]}, "stop_token_ids holds 'a', but must be a list of token ids"),
@@ -42,7 +42,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a bias of a text": ({"logit_bias": {"a": 1.0}}, "logit_bias has the key 'a', but keys are token ids"),
     "a bias that is a text": ({"logit_bias": {1: "1"}}, "logit_bias of token 1 is '1', but must be a number"),
     "a flag that is a text": ({"ignore_eos": "yes"}, "ignore_eos is 'yes', but must be true or false"),
-    "more than there are": ({"max_tokens": 3, "min_tokens": 4}, "min_tokens is 4, but"),
+    "min_tokens above max_tokens": ({"max_tokens": 3, "min_tokens": 4}, "min_tokens is 4, but"),
 }
 
 

@@ -110,7 +110,7 @@ def test_size_limit_of_few_blocks_holds(tmp_path: Path) -> None:
     for number in range(10):
         assert store.put(PART, key_of(number), content_of(number), time.time_ns()) and used_bytes(tmp_path) <= 3 * 8192
     assert read_block(store, 9) == bytes_of(9)
-    assert not BlockStore(tmp_path, 8191).put(PART, key_of(99), content_of(99), 0), "a block larger than the limit was stored"
+    assert not BlockStore(tmp_path, 8191).put(PART, key_of(99), content_of(99), 0), "the block is larger than the limit"
 
 
 def test_full_disk_logs_once_and_is_retried(

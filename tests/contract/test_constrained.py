@@ -203,5 +203,5 @@ def test_grammar_overrides_min_tokens(temperature: float) -> None:
         return found[0].tokens
 
     assert output(GrammarSpec("choice", ["ab"])) == [a, b], "shorter than min_tokens"
-    assert output(GrammarSpec("choice", ["ab", "aa"]), stop_token_ids=(a, b)) == [a], "a stop token is sampled before min_tokens if the grammar allows no other"
+    assert output(GrammarSpec("choice", ["ab", "aa"]), stop_token_ids=(a, b)) == [a], "no other token is allowed"
     assert output(GrammarSpec("regex", "[ab]*"), stop_token_ids=(b,), logit_bias={b: 50.0})[:5] == [a] * 5

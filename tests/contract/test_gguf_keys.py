@@ -34,7 +34,7 @@ TENSORS: dict[str, tuple[Arrays, str]] = {
     "a class": ({"cls.output.weight": np.ones((2, 48), np.float32)}, r"no place for cls\.output\.weight"),
     "factors for long texts": ({"rope_factors_long.weight": np.ones(4, np.float32)}, r"no place for rope_factors_long"),
     "too few factors": ({"rope_freqs.weight": np.full(3, 2, np.float32)}, "factors of the rope must be 4 numbers"),
-    "factors that are none": ({"rope_freqs.weight": np.zeros(4, np.float32)}, "must be a number above 0"),
+    "factors of 0": ({"rope_freqs.weight": np.zeros(4, np.float32)}, "must be a number above 0"),
 }
 HARMLESS: dict[str, Write] = {
     "scale of 1": lambda w: w.add_logit_scale(1.0),

@@ -292,8 +292,8 @@ BROKEN: Mapping[str, tuple[Any, dict[str, Any], str]] = {
     "a gated Markov head": (None, {"markov_head_type": "gated"}, "markov_head_type is 'gated'"),
     "a smaller draft vocabulary": (None, {"draft_vocab_size": 64}, "draft_vocab_size is 64"),
     "an unknown key": (None, {"dspark_gate": 3}, "dspark_gate 3"),
-    "a layer that is not there": (None, {"dspark_target_layer_ids": [1, 3]}, r"dspark_target_layer_ids is \[1, 3\]"),
-    "a noise token that is not there": (None, {"dspark_noise_token_id": 131}, "mask_token_id is 131"),
+    "an absent layer": (None, {"dspark_target_layer_ids": [1, 3]}, r"dspark_target_layer_ids is \[1, 3\]"),
+    "a noise token outside the vocabulary": (None, {"dspark_noise_token_id": 131}, "mask_token_id is 131"),
     "a long block": (None, {"dspark_block_size": 10**6}, "block_size is 1000000"),
 }  # fmt: skip
 

@@ -130,7 +130,7 @@ BAD: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "groups that do not fit": ({**gptq(make_weight(), 4), "scales": np.ones((5, OUT), np.float16)}, GPTQ, "do not fit"),
     "a map out of range": (
         {**gptq(make_weight(), 4), "g_idx": np.full(IN, 3, np.int32)}, GPTQ, "of groups 3 to 3, but it has 3"),
-    "scales that are none": (
+    "scales that are NaN": (
         {**gptq(make_weight(), 4), "scales": np.full((3, OUT), np.nan, np.float16)}, GPTQ, "are not all numbers"),
     "a packed map below 0": (
         {**packed(make_weight(), 4), "weight_g_idx": np.full(IN, -1, np.int32)}, PACKED, "of groups -1 to -1"),

@@ -253,7 +253,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "more layers": ({"num_layers": 3}, "no tensor layers.2"),
     "scale": ({"logit_scale": 0}, "logit_scale is 0.0"),
-    "something else": ({"blocksize": 3}, "blocksize"),
+    "unknown key": ({"blocksize": 3}, "blocksize"),
     **{f"taps {tap}": ({"tap": tap}, "must ascend from 0 to 2") for tap in ([0, 9], [1, 0], [], [-1, 1], "post_norm")},
 }
 

@@ -43,7 +43,7 @@ NUMBERS = {
     "none above 0": -np.arange(50.0) - 1,  # each scores 0
     "signed zeros": np.tile([0.0, -0.0, -1.0], 17),
     "NaN": np.where(np.arange(50) % 3 == 0, np.nan, np.arange(50.0) % 7),
-    "hardly any": np.where(np.arange(50) == 40, 1.0, np.nan),
+    "one number": np.where(np.arange(50) == 40, 1.0, np.nan),
     "infinite": np.where(np.arange(50) % 4 == 0, np.inf, np.arange(50.0)),
 }  # fmt: skip
 

@@ -55,7 +55,7 @@ def test_compose_names_existing_files_and_options() -> None:
             else:
                 assert source in COMPOSE["volumes"], (name, source)
         assert all(each in COMPOSE["services"] for each in service.get("depends_on", ()))
-        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ())), "a port is open to other machines"
+        assert all(port.startswith("127.0.0.1:") for port in service.get("ports", ())), "the port is not local"
     ours = COMPOSE["services"]["headstart"]
     assert (DEPLOY / ours["build"] / "Dockerfile").exists()
     assert serve_options(ours["command"]) <= COMMANDS["serve"]

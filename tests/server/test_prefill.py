@@ -102,7 +102,7 @@ def test_decode_server_uses_prompts_of_the_prefill_server(
         assert decode.metric("vllm:spec_decode_num_drafts_total") > 0
         assert prefill.metric("vllm:spec_decode_num_drafts_total") == 0, "drafts are made on the decode side only"
         assert answers(decode, range(8)) == expected
-        assert decode.metric("headstart:prefill_prompts_total") == 8, "cached prompts were requested from the prefill server"
+        assert decode.metric("headstart:prefill_prompts_total") == 8, "cached prompts were prefilled again"
         decode.wait_idle()
     prefill.wait_idle()
 

@@ -90,7 +90,7 @@ def test_conversations_are_not_split_and_system_prompts_are_ignored() -> None:
     found = split_records(records)
     kept = found.held_out + found.training
     talks = [[each for each in records[3 * i : 3 * i + 3] if each in kept] for i in range(100)]
-    assert all(len({each in found.held_out for each in talk}) == 1 for talk in talks), "prompts of one conversation are both held out and trained on"
+    assert all(len({each in found.held_out for each in talk}) == 1 for talk in talks), "a conversation is split"
     assert len(found.training) > 150 and found.held_out and found.num_similar > 0
 
 
@@ -119,7 +119,7 @@ def test_adapted_head_is_used_until_forgotten(model: str, tmp_path: Path, capfd:
     head = write_head(tmp_path / "head", model, agreeing=True)
     save_head(folder_of(model) / "mtp", head, FACTS)
     assert with_adapted(model, CONFIG).head == str(folder_of(model) / "mtp")
-    assert with_adapted(model, replace(CONFIG, draft_vocab=9)).draft_vocab == "auto", "the head has its own draft vocabulary"
+    assert with_adapted(model, replace(CONFIG, draft_vocab=9)).draft_vocab == "auto", "the head has its own vocabulary"
     assert "adapted head: acceptance length 1.50 -> 2.00 on your records" in capfd.readouterr().err
     for named in ({"head": "other"}, {"depth": 0}, {"drafter": "ngram"}, {"drafter": "none"}, {"drafter": "eagle3"}):
         config = replace(CONFIG, **named)

@@ -20,7 +20,7 @@ ROUTERS: dict[str, tuple[RouterSpec, dict[str, Any]]] = {
     "softmax": (RouterSpec(5, 2), {}),
     "groups, bias": (
         RouterSpec(12, 3, "sigmoid", scale=2.5, num_groups=4, top_groups=2), {"bias": True, "quantization": "int4"}),
-    "told": (RouterSpec(6, 2, "softplus"), {"told": True, "activation": "silu_of_10"}),
+    "by_token": (RouterSpec(6, 2, "softplus"), {"by_token": True, "activation": "silu_of_10"}),
     "identity": (RouterSpec(6, 3, normalize=False, num_identity=2), {"bias": True}),
     "scaled inputs": (RouterSpec(4, 1, "sigmoid", normalize=False, scales_inputs=True), {}),
     "biases": (RouterSpec(4, 2), {"biases": True, "activation": "clamped"}),
@@ -43,16 +43,16 @@ def experts_of(backend: Backend, count: int, *, activation: Any = "silu", biases
     return Experts(gate, up, down, activation, vectors(inner) if gated else (), vectors(inner), vectors(width))
 
 
-def moe_program(backend: Backend, spec: RouterSpec, *, bias: bool = False, told: bool = False, **more: Any) -> Code:
+def moe_program(backend: Backend, spec: RouterSpec, *, bias: bool = False, by_token: bool = False, **more: Any) -> Code:
     experts = experts_of(backend, spec.num_matrices, **more)
     router = backend.weight(floats(spec.num_experts, more.get("width", WIDTH)), precise=True)
     biased = backend.weight(floats(spec.num_experts)) if bias else None
     table = (np.arange(ROWS * spec.top_k) * 5 + np.arange(ROWS * spec.top_k) // spec.top_k) % spec.num_experts
-    known = backend.index(table.astype(np.int64)) if told else None
+    known = backend.index(table.astype(np.int64)) if by_token else None
 
     def code(ops: Ops, step: StepInputs) -> dict[str, Any]:
         logits = ops.linear(step.hidden, router)
-        return {"y": ops.moe(step.hidden, logits, biased, experts, spec, (known, step.token_ids) if told else None)}
+        return {"y": ops.moe(step.hidden, logits, biased, experts, spec, (known, step.token_ids) if by_token else None)}
 
     return code
 
@@ -171,7 +171,7 @@ SCORES = {
     "ties": (1, np.tile([1.0, 3.0, 0.0, 2.0, 3.0], 4)),
     "signed zeros": (1, np.tile([0.0, -0.0, -1.0, -2.0], 5)),
     "NaN": (4, np.where(np.arange(36) % 3 == 0, np.nan, np.arange(36.0) % 7)),
-    "hardly any": (1, np.where(np.arange(20) == 13, 1.0, np.nan)),
+    "one number": (1, np.where(np.arange(20) == 13, 1.0, np.nan)),
     "none above 0": (3, -np.arange(24.0) - 1),
 }
 """How often a position counts, and scores."""

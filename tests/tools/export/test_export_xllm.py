@@ -194,7 +194,7 @@ def test_fp8_blocks_become_bfloat16(tmp_path: Path, columns: int) -> None:
 
 
 DIFFERENT_FROM_XLLM = {
-    "blocks of a type it does not know": ("glm4_moe", "weight_scale_inv", (2, 2), (128, 128), {}),
+    "blocks of an unknown model type": ("glm4_moe", "weight_scale_inv", (2, 2), (128, 128), {}),
     "channels": ("glm4_moe", "weight_scale", (130, 1), (1, 200), {}),
     "channels, where blocks are declared": (
         "deepseek_v3", "weight_scale", (130, 1), (1, 200), {"weight_block_size": [128, 128]}),
@@ -287,7 +287,7 @@ BROKEN_MODULES: dict[str, tuple[dict[str, Array], str]] = {
 }
 BROKEN_CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "two modules": ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers is 2"),
-    "no promise": ({"num_nextn_predict_layers": None}, "has none of num_nextn_predict_layers"),
+    "no number of modules": ({"num_nextn_predict_layers": None}, "has none of num_nextn_predict_layers"),
     "zero": ({"num_nextn_predict_layers": 0}, "num_nextn_predict_layers is 0"),
     "no layers": ({"num_hidden_layers": None}, "num_hidden_layers is None"),
     "no type": ({"model_type": "", "architectures": None}, "neither model_type nor architectures"),
