@@ -44,8 +44,8 @@ def parse(config: Config) -> DecoderConfig:
     dense = replace(keys.mlp(config), activation=activation)
     sparse = replace(keys.sigmoid_experts(config), activation=activation)
     streams = replace(stream_spec(config), weighted_end=False)
-    own, feeds = [mixers[kind] for kind in _kinds(config)], keys.feed_kinds(config, "first_k_dense_replace", default=3)
-    layers = keys.mixed_layers(config, own, dense, sparse, feeds=feeds, streams=streams)
+    own = [mixers[kind] for kind in _kinds(config)]
+    layers = keys.mixed_layers(config, own, dense, sparse, streams=streams)
     module = keys.layer(config, mixers[INDEXED], sparse)
     return keys.decoder(config, layers, streams=streams, mtp_layer=module)
 
@@ -113,7 +113,7 @@ FAMILY = Family(
         "max_position_embeddings": 1048576, "rms_norm_eps": 1e-5, "routed_scaling_factor": 2.5, "n_group": 1,
         "topk_group": 1, "n_shared_experts": 1, "num_experts_per_tok": 8, "index_topk": 2048, "index_n_heads": 32,
         "index_head_dim": 128, "index_kpool": 16, "linear_head_dim": 128, "linear_num_heads": 64,
-        "linear_conv_kernel_dim": 4, "linear_lower_bound": -5.0,
+        "linear_conv_kernel_dim": 4, "linear_lower_bound": -5.0, "first_k_dense_replace": 3,
     },
     harmless={
         **_latent.HARMLESS,

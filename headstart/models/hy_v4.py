@@ -34,8 +34,7 @@ def parse(config: Config) -> DecoderConfig:
     mixers = [latent.sharing(source) for source in glm_moe_dsa.indexer_sources(config)]
     dense, sparse = keys.mlp(config), keys.sigmoid_experts(config)
     limited = replace(sparse, activation=limited_activation(config), shared_activation=sparse.activation)
-    feeds = keys.feed_kinds(config, "first_k_dense_replace", default=1)
-    layers = keys.mixed_layers(config, mixers, dense, limited, feeds=feeds, streams=streams)
+    layers = keys.mixed_layers(config, mixers, dense, limited, streams=streams)
     return keys.decoder(config, layers, streams=streams, mtp_layer=keys.layer(config, latent, limited))
 
 
@@ -67,6 +66,7 @@ FAMILY = Family(
         "max_position_embeddings": 262144, "rms_norm_eps": 1e-5, "routed_scaling_factor": 2.827, "n_group": 1,
         "topk_group": 1, "n_shared_experts": 1, "num_experts_per_tok": 8, "index_topk": 2048, "index_n_heads": 16,
         "index_head_dim": 128, "index_topk_freq": 4, "q_lora_rank": 1536, "kv_lora_rank": 512,
+        "first_k_dense_replace": 1,
     },
     harmless={
         **_latent.HARMLESS,

@@ -32,8 +32,7 @@ def parse(config: Config) -> DecoderConfig:
     linear = _kda.low_rank_mixer(config, bound=0.0)
     mixers: dict[str, MixerConfig] = {_kda.FULL: replace(_latent.mixer(config), rope=None), _kda.LINEAR: linear}
     dense, sparse = keys.mlp(config), keys.sigmoid_experts(config)
-    feeds = keys.feed_kinds(config, "first_k_dense_replace", default=1)
-    layers = keys.mixed_layers(config, [mixers[kind] for kind in kinds], dense, sparse, feeds=feeds)
+    layers = keys.mixed_layers(config, [mixers[kind] for kind in kinds], dense, sparse)
     length = number(config, "max_position_embeddings", default=1048576)
     return keys.decoder(config, layers, max_length=length, mtp_layer=keys.layer(config, mixers[_kda.FULL], sparse))
 
@@ -49,6 +48,7 @@ FAMILY = Family(
     defaults={
         "num_experts_per_tok": 8, "n_group": 1, "topk_group": 1, "n_shared_experts": 1, "rms_norm_eps": 1e-5,
         "routed_scaling_factor": 2.446, "linear_head_dim": 128, "linear_num_heads": 32, "linear_conv_kernel_dim": 4,
+        "first_k_dense_replace": 1,
     },
     harmless={
         **_latent.HARMLESS,
