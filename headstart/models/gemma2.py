@@ -17,7 +17,7 @@ LAYERS_27B = 46  # of which llama.cpp knows 27B
 
 def parse(config: Config) -> DecoderConfig:
     _gemma.refuse_bidirectional(config)
-    window = number(config, "sliding_window", default=4096)
+    window = number(config, "sliding_window")
     mixer = {
         "scale": _gemma.score_scalar(config, LAYERS_27B) ** -0.5,
         "softcap": real(config, "attn_logit_softcapping", 0.0),

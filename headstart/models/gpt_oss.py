@@ -30,7 +30,7 @@ YARN = {
 
 def parse(config: Config) -> DecoderConfig:
     keys.refuse_others(config, SERVED)
-    window = number(config, "sliding_window", default=128)
+    window = number(config, "sliding_window")
     unlisted = [FULL if i % 2 else SLIDING for i in range(keys.num_layers(config))]
     attention = keys.attention(_with_rope(config), **keys.biases(config, default=True, own_output=True), sinks=True)
     sliding = replace(attention, spec=replace(attention.spec, window=window))

@@ -84,6 +84,13 @@ def test_sliding_windows_apply_to_selected_layers(family: str) -> None:
     assert windows(max_window_layers=0, use_sliding_window=False) == [0, 0, 0]
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_null_window_of_windowed_layers_is_refused(family: str) -> None:
+    found = family_of(family)
+    with pytest.raises(ModelError, match="sliding_window is missing or not a number"):
+        found.read(found.tiny_config(sliding_window=None))
+
+
 def test_longrope_limits_the_context_length() -> None:
     found, factors = family_of("llama"), [1.0 + i for i in range(4)]
     rope = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "factor": 8.0}
