@@ -39,9 +39,9 @@ class CalibrationTable:
     _bins: list[tuple[float, float]] = field(default_factory=list)  # cache of `bins`
 
     def learn(self, score: float, hit: bool) -> None:
-        place = bisect_right(EDGES, score)
-        self.tries[place] += 1
-        self.hits[place] += hit
+        index = bisect_right(EDGES, score)
+        self.tries[index] += 1
+        self.hits[index] += hit
         self.num_tries += 1
         self.num_hits += hit
         self._bins = []
@@ -51,8 +51,8 @@ class CalibrationTable:
 
     def probability(self, score: float) -> float:
         """Acceptance probability of a token with this score."""
-        place = bisect_right(EDGES, score)
-        return self.hits[place] / self.tries[place]
+        index = bisect_right(EDGES, score)
+        return self.hits[index] / self.tries[index]
 
     @property
     def mean(self) -> float:

@@ -113,12 +113,13 @@ class Drafting:
 
     def _make_requests(self, sequences: Seq[Sequence]) -> list[DraftRequest]:
         assert self.drafter is not None
-        may_pay = not (self.depth == AUTO and self.auto.should_skip_step())
-        if not may_pay:  # all but forced tokens and drafts of a requested depth wait
+        is_resting = self.depth == AUTO and self.auto.should_skip_step()
+        if is_resting:  # only forced tokens, and drafts of requests with their own depth
             sequences = [each for each in sequences if each.constraint is not None or each.request.depth is not None]
         ready = [each for each in sequences if each.finish_reason is None and each.num_computed == len(each.tokens) - 1]
         depth_limit = self._config.depth_limit(len(self._scheduler.running))
-        requests, candidates, can_pay = [], [], None if may_pay else False
+        requests, candidates = [], []
+        can_pay = False if is_resting else None  # None: not estimated yet
         for sequence in ready:
             depth = self._depth_of(sequence)
             max_tokens = self.drafter.auto_limit if depth == AUTO else min(self.max_depth, depth)
