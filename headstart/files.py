@@ -78,9 +78,12 @@ def write_atomic_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> Non
     """Write a file like `write_atomic`, from chunks that are produced while it is written."""
     remove_leftovers(path)
     temporary = _temporary_path(path)
+    unlocked = _unlocked_path(temporary) if system.RENAMES_OPEN_FILES else temporary
     try:
-        with temporary.open("xb") as file:
+        with unlocked.open("xb") as file:
             system.try_lock(file.fileno())
+            if unlocked != temporary:
+                unlocked.rename(temporary)
             for chunk in chunks:
                 file.write(chunk)
             file.flush()
@@ -90,11 +93,12 @@ def write_atomic_chunks(path: Path, chunks: Iterable[bytes | memoryview]) -> Non
         if not system.RENAMES_OPEN_FILES:
             temporary.replace(path)
     except OSError as error:
-        if error.filename in (None, str(temporary)):  # a full disk names no file
+        if error.filename in (None, str(unlocked), str(temporary)):  # a full disk names no file
             error.filename = str(path)
         raise
     finally:
-        temporary.unlink(missing_ok=True)
+        for left in (unlocked, temporary):
+            left.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -107,8 +111,7 @@ def atomic_folder(out: Path, *, keep: bool = False) -> Iterator[Path]:
     done = False
     try:
         remove_leftovers(out)
-        temporary.mkdir(parents=True)
-        with _locked(temporary):
+        with _new_folder(temporary):
             yield temporary
             _replace(temporary, out, keep)
         done = True
@@ -128,9 +131,8 @@ def temporary_folder(target: Path) -> Iterator[Path]:
     target.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(target)
     folder = _temporary_path(target)
-    folder.mkdir()
     try:
-        with _locked(folder):
+        with _new_folder(folder):
             yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -173,6 +175,21 @@ def remove_leftovers(path: Path) -> None:
 
 def _temporary_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+
+
+def _unlocked_path(temporary: Path) -> Path:
+    """Name of a temporary file or folder until it is locked: `remove_leftovers` of another process does not take it."""
+    return temporary.with_name(f"{temporary.name}.new")
+
+
+@contextmanager
+def _new_folder(temporary: Path) -> Iterator[None]:
+    """Create and lock a temporary folder, and its parents."""
+    unlocked = _unlocked_path(temporary)
+    unlocked.mkdir(parents=True)
+    with _locked(unlocked):
+        unlocked.rename(temporary)
+        yield
 
 
 def _replace(temporary: Path, out: Path, keep: bool) -> None:

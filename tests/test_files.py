@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headstart import files
+from headstart import files, system
 from headstart.errors import CapacityError, UsageError
 from headstart.files import locked_folder, user_path
 
@@ -55,6 +55,23 @@ def test_next_writer_removes_the_files_of_a_killed_one(tmp_path: Path, name: str
     with write_complete(out):
         pass
     assert {path.name for path in tmp_path.iterdir()} == {name, f".{name}.notes", f".other.{'0' * 12}"}
+
+
+@pytest.mark.parametrize("name", ["folder", "file.json", "download"])
+def test_another_writer_does_not_remove_files_that_are_not_locked_yet(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, lock = tmp_path / name, system.try_lock
+
+    def lock_after_another_writer(handle: int) -> bool | None:
+        monkeypatch.setattr(system, "try_lock", lock)
+        files.remove_leftovers(out)
+        return lock(handle)
+
+    monkeypatch.setattr(system, "try_lock", lock_after_another_writer)
+    with files.temporary_folder(out) if name == "download" else write_complete(out) as made:
+        assert made.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ([] if name == "download" else [name])
 
 
 def test_replaced_folder_is_restored_after_a_crash(tmp_path: Path) -> None:
