@@ -1,7 +1,7 @@
 """Atomic writes of files and folders: a temporary file or folder is written, then renamed.
 
-Temporary names are `.NAME.` and twelve hex digits, beside the target; the writer holds a lock. The next writer of the
-same name removes temporary files that a killed process has left.
+Temporary names are `.NAME.` and twelve hex digits, beside the target, with `.new` until the writer holds a lock. The
+next writer of the same name removes temporary files that a killed process has left.
 """
 
 import errno

@@ -4,7 +4,7 @@ other requests of the same owner, or in a corpus (as REST does: He 2023). Needs 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from operator import mul
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,9 +107,9 @@ MAX_SHARED_MATCH = 32  # longest match that is counted; longer ones are no more 
 CANDIDATES = 8  # latest places of each chain that are compared
 ANYONE = 0  # owner of the corpus
 END = -1  # separates texts in the ring; matches no token
-WORD, SHIFT, MULTIPLIER = 2**64, 33, 0x9E3779B97F4A7C15
-WEIGHTS = np.array([pow(MULTIPLIER, place, WORD) for place in range(1, LONG + 1)], np.uint64)
-"""Hash of an n-gram: its tokens' weighted sum, xor owner, times MULTIPLIER, modulo WORD; bits from SHIFT on."""
+MASK, SHIFT, MULTIPLIER = 2**64 - 1, 33, 0x9E3779B97F4A7C15  # of the hash of an n-gram (_Chain._slots)
+WEIGHTS = np.array([pow(MULTIPLIER, place, 2**64) for place in range(1, LONG + 1)], np.uint64)
+"""Weight of each token of an n-gram in its hash."""
 
 
 class _Chain:
@@ -122,8 +122,7 @@ class _Chain:
 
     def add(self, owner: int, start: int, tokens: NDArray[np.uint64]) -> None:
         """Adds every n-gram of `tokens` [n] (n at least `size`), which lie at ring positions `start`, start + 1, ..."""
-        sums = np.correlate(tokens, WEIGHTS[: self.size], "valid")  # as in `places`
-        slots = (((sums ^ np.uint64(owner % WORD)) * MULTIPLIER) >> SHIFT) % self._capacity
+        slots = self._slots(np.correlate(tokens, WEIGHTS[: self.size], "valid"), owner)
         order = np.argsort(slots, kind="stable")
         slots, places = slots[order], order + (start + self.size)
         previous, repeated = self._latest[slots], slots[1:] == slots[:-1]
@@ -134,12 +133,15 @@ class _Chain:
     def places(self, oldest: int, owner: int, gram: Seq[int]) -> list[int]:
         """Positions after `oldest` where the n-gram may have occurred."""
         found, latest, before = list[int](), self._latest.data, self._before.data
-        mixed = ((sum(map(mul, gram, WEIGHTS.tolist())) ^ owner) * MULTIPLIER) % WORD >> SHIFT
-        place = latest[mixed % self._capacity]
+        place = latest[self._slots(sum(map(mul, gram, WEIGHTS.tolist())), owner)]
         while place > oldest and len(found) < CANDIDATES:
             found.append(place)
             place -= before[place % self._capacity]
         return found
+
+    def _slots(self, sums: Any, owner: int) -> Any:
+        """Index in `_latest` of n-grams with these weighted sums of tokens: an int, or uint64 [n]."""
+        return (((sums ^ owner & MASK) * MULTIPLIER & MASK) >> SHIFT) % self._capacity
 
 
 class SharedLookup:
