@@ -19,6 +19,7 @@ namespace {
 constexpr double kMaxLogit = 80; // bound of a confidence logit, beyond which e^x overflows
 
 using Doubles = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Counts = nb::ndarray<const double, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
 
 // GateRule (headstart/kernels/draft_loop.py): stops the draft of one sequence when another token would not pay.
 class Gate {
@@ -26,38 +27,34 @@ class Gate {
     explicit Gate(nb::handle rule)
         : token_s_(nb::cast<double>(rule.attr("token_s"))), row_s_(nb::cast<double>(rule.attr("row_s"))),
           draft_s_(nb::cast<double>(rule.attr("draft_s"))), factor_(nb::cast<double>(rule.attr("factor"))),
-          edges_(nb::cast<Doubles>(rule.attr("edges"))) {
-        for (nb::handle table : rule.attr("tables")) {
-            tries_.push_back(nb::cast<Doubles>(table.attr("tries")));
-            hits_.push_back(nb::cast<Doubles>(table.attr("hits")));
-            require(tries_.back().size() == bins() && hits_.back().size() == bins(),
-                    "draft: a gate's table does not match its edges");
-        }
-        require(!tries_.empty(), "draft: a gate without tables");
+          counts_(nb::cast<Counts>(rule.attr("counts"))), edges_(nb::cast<Doubles>(rule.attr("edges"))) {
+        require(counts_.shape(0) > 0 && counts_.shape(1) == 2 && counts_.shape(2) == bins(),
+                "draft: a gate's counts do not match its edges");
     }
 
     // Whether to draft one more token after the one at `place` with this score. Called once after each token.
     bool should_continue(size_t place, double score) {
         const size_t bin = std::upper_bound(edges_.data(), edges_.data() + edges_.size(), score) - edges_.data();
-        const size_t last = tries_.size() - 1, current = std::min(place, last), next = std::min(place + 1, last);
-        probability_ *= std::min(1.0, factor_ * (hits_[current].data()[bin] / tries_[current].data()[bin]));
+        probability_ *= std::min(1.0, factor_ * (hits(place)[bin] / tries(place)[bin]));
         if (probability_ * token_s_ < row_s_) return false;
-        const double *tries = tries_[next].data(), *hits = hits_[next].data(), worth = probability_ * factor_ * token_s_;
+        const double *tried = tries(place + 1), *right = hits(place + 1), worth = probability_ * factor_ * token_s_;
         double total = 0, gain = 0;
-        for (size_t i = 0; i < bins(); ++i) total += tries[i];
+        for (size_t i = 0; i < bins(); ++i) total += tried[i];
         for (size_t i = 0; i < bins(); ++i) {
-            const double probability = hits[i] / tries[i];
-            if (probability * worth > row_s_) gain += tries[i] / total * (probability * worth - row_s_);
+            const double probability = right[i] / tried[i];
+            if (probability * worth > row_s_) gain += tried[i] / total * (probability * worth - row_s_);
         }
         return gain > draft_s_;
     }
 
   private:
     size_t bins() const { return edges_.size() + 1; }
+    const double* tries(size_t place) const { return counts_.data() + std::min(place, counts_.shape(0) - 1) * 2 * bins(); }
+    const double* hits(size_t place) const { return tries(place) + bins(); }
 
     double token_s_, row_s_, draft_s_, factor_, probability_ = 1;
+    Counts counts_; // [places, 2, bins]
     Doubles edges_;
-    std::vector<Doubles> tries_, hits_; // by place in the draft; the last also for later places
 };
 
 using Leaf = std::tuple<int64_t, int64_t, int64_t, double>; // core.Leaf: place, rank, token, score
@@ -76,6 +73,8 @@ struct DraftState {
     float logprob = 0;
     int64_t width = 1;         // candidates for each token
     std::vector<Leaf> leaves;  // candidates after the first, by place
+
+    bool needs_logprobs() const { return scored || (gate && width > 1); }
 };
 
 // Rows of a program's output.
@@ -238,9 +237,10 @@ class DraftLoop {
                 int64_t& token = state.tokens[k];
                 token = rows.draw(x, tasks[task].state, vocabulary, nullptr, scratch, state.tokens.data(), k);
                 if (token < 0) return;
+                const float known = state.needs_logprobs() ? logprob(x, token, vocabulary, scratch) : 0;
                 if (confidence.values) state.scores[k] = sigmoid(*confidence.row(state.logit + k));
-                else if (state.scored) state.scores[k] = std::exp((double)logprob(x, token, vocabulary, scratch));
-                branch(x, tasks[task].state, token, state, k, rows, vocabulary, scratch);
+                else if (state.scored) state.scores[k] = std::exp((double)known);
+                branch(x, tasks[task].state, token, known, state, k, rows, vocabulary, scratch);
             }
         });
         for (DraftState& state : drafts) {
@@ -281,23 +281,27 @@ class DraftLoop {
             Scratch& scratch = thread_scratch(path_);
             const int64_t token = rows.draw(x, active[i], vocabulary, nullptr, scratch, state.tokens.data(),
                                             (int64_t)state.tokens.size());
-            if (token >= 0 && state.scored) state.logprob = logprob(x, token, vocabulary, scratch);
-            if (token >= 0) branch(x, active[i], token, state, (int64_t)state.tokens.size(), rows, vocabulary, scratch);
+            if (token >= 0) {
+                if (state.needs_logprobs()) state.logprob = logprob(x, token, vocabulary, scratch);
+                branch(x, active[i], token, state.logprob, state, (int64_t)state.tokens.size(), rows, vocabulary, scratch);
+            }
             state.tokens.push_back(token);
         });
     }
 
-    // Draws the leaves beside the token drawn from logits x at `place`: each without the candidates before it.
-    static void branch(const float* x, int64_t row, int64_t token, DraftState& state, int64_t place, const DrawRows& rows,
-                       const Vocabulary& vocabulary, Scratch& scratch) {
+    // Draws the leaves beside the token drawn from logits x at `place`: each without the candidates before it. known: the
+    // token's log probability, if state.needs_logprobs().
+    static void branch(const float* x, int64_t row, int64_t token, float known, DraftState& state, int64_t place,
+                       const DrawRows& rows, const Vocabulary& vocabulary, Scratch& scratch) {
         if (state.width < 2) return;
         thread_local std::vector<float> rest;
         rest.assign(x, x + vocabulary.width);
+        const double shift = (double)known - x[vocabulary.column(token)]; // of logits to log probabilities
         for (int64_t rank = 1; rank < state.width; ++rank) {
             rest[vocabulary.column(token)] = kExcluded;
             token = rows.draw(rest.data(), row, vocabulary, nullptr, scratch, state.tokens.data(), place);
             if (token < 0 || rest[vocabulary.column(token)] == kExcluded) return;
-            const double score = state.gate ? std::exp((double)logprob(x, token, vocabulary, scratch)) : 0;
+            const double score = state.gate ? std::exp(x[vocabulary.column(token)] + shift) : 0;
             state.leaves.emplace_back(place, rank, token, score);
         }
     }

@@ -40,8 +40,8 @@ class Gate(Protocol):
     def should_continue(self, draft: Draft) -> bool:
         """True if one more token is worth drafting. Called once after each token, when its score is set."""
 
-    def rule(self, method: str, depth: int) -> GateRule:
-        """`should_continue` as data, for a draft of up to `depth` tokens by this method."""
+    def rule(self, method: str) -> GateRule:
+        """`should_continue` as data, for a draft by this method."""
 
     def is_sufficient(self, draft: Draft) -> bool:
         """True if a free draft (prompt lookup) is good enough; False: ask the head."""

@@ -108,21 +108,20 @@ CANDIDATES = 8  # latest places of each chain that are compared
 ANYONE = 0  # owner of the corpus
 END = -1  # separates texts in the ring; matches no token
 MASK, SHIFT, MULTIPLIER = 2**64 - 1, 33, 0x9E3779B97F4A7C15  # of the hash of an n-gram (_Chain._slots)
-WEIGHTS = np.array([pow(MULTIPLIER, place, 2**64) for place in range(1, LONG + 1)], np.uint64)
-"""Weight of each token of an n-gram in its hash."""
+WEIGHTS = [pow(MULTIPLIER, place, 2**64) for place in range(1, LONG + 1)]  # of each token of an n-gram in its hash
 
 
 class _Chain:
     """Ring positions after equal n-grams, latest first: `_latest` by hash, `_before` by position, as distances."""
 
     def __init__(self, size: int, capacity: int) -> None:
-        self.size, self._capacity = size, capacity
+        self.size, self._capacity, self._weights = size, capacity, np.array(WEIGHTS[:size], np.uint64)
         self._latest = np.zeros(capacity, np.int64)
         self._before = np.zeros(capacity, np.int32)
 
     def add(self, owner: int, start: int, tokens: NDArray[np.uint64]) -> None:
         """Adds every n-gram of `tokens` [n] (n at least `size`), which lie at ring positions `start`, start + 1, ..."""
-        slots = self._slots(np.correlate(tokens, WEIGHTS[: self.size], "valid"), owner)
+        slots = self._slots(np.correlate(tokens, self._weights, "valid"), owner)
         order = np.argsort(slots, kind="stable")
         slots, places = slots[order], order + (start + self.size)
         previous, repeated = self._latest[slots], slots[1:] == slots[:-1]
@@ -133,7 +132,7 @@ class _Chain:
     def places(self, oldest: int, owner: int, gram: Seq[int]) -> list[int]:
         """Positions after `oldest` where the n-gram may have occurred."""
         found, latest, before = list[int](), self._latest.data, self._before.data
-        place = latest[self._slots(sum(map(mul, gram, WEIGHTS.tolist())), owner)]
+        place = latest[self._slots(sum(map(mul, gram, WEIGHTS)), owner)]
         while place > oldest and len(found) < CANDIDATES:
             found.append(place)
             place -= before[place % self._capacity]
@@ -187,13 +186,14 @@ class SharedLookup:
         """Up to `limit` tokens after the longest match with the end of `tokens`, and the match's length; 0: none."""
         if not self._chains or len(tokens) < SHORT:
             return [], 0
+        long, short = self._chains
+        latest = short.places(self._oldest, owner, tokens[-SHORT:])
+        if not latest:  # then the long chain has none either
+            return [], 0
         tail = list(tokens[-MAX_SHARED_MATCH:])
-        best, longest = 0, SHORT - 1
-        for chain in self._chains:
-            for place in chain.places(self._oldest, owner, tail[-chain.size :]):
-                if (size := self._matched(place, owner, tail)) > longest:
-                    best, longest = place, size
-            if longest >= chain.size:
+        for size, places in ((LONG, long.places(self._oldest, owner, tail[-LONG:])), (SHORT, latest)):
+            longest, best = max([(self._matched(place, owner, tail), place) for place in places], default=(0, 0))
+            if longest >= size:
                 return self._following(best, limit), longest
         return [], 0
 

@@ -7,10 +7,12 @@ estimates stay current while every draft is cut to nothing.
 
 from __future__ import annotations
 
-from array import array
 from bisect import bisect_right
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from headstart.core import GREEDY_BELOW, Draft, Leaf, Sequence
 
@@ -19,8 +21,8 @@ MIDDLES = tuple((low + high) / 2 for low, high in zip((0.0, *EDGES), (*EDGES, 1.
 NO_SCORE = 0.5  # score of a token whose drafter gives none
 PRIOR = 2.0  # pseudo-count of tokens in each bin, accepted at the rate of the bin's middle score
 MEMORY = 2000.0  # number of tokens after which all counts of a table are halved
-OWN_PRIOR = 6.0  # pseudo-count of accepted tokens that the record of each sequence starts with
-OWN_MEMORY = 24.0  # expected number of accepted tokens after which a sequence's counts are halved
+OWN_PRIOR = 24.0  # pseudo-count of accepted tokens that the record of each sequence starts with
+OWN_MEMORY = 96.0  # expected number of accepted tokens after which a sequence's counts are halved
 WARM = 0.85  # temperature classes: 0 greedy, 1 below WARM, 2 from WARM on, 3 UNUSUAL
 UNUSUAL = 3
 """Class of sequences with unusual sampling (not Sequence.is_ordinary), kept apart from all others."""
@@ -30,10 +32,8 @@ UNUSUAL = 3
 class CalibrationTable:
     """Outcomes of one drafter at one draft position, by bins of scores."""
 
-    # [bins] drafted tokens, PRIOR included
-    tries: array[float] = field(default_factory=lambda: array("d", [PRIOR] * len(MIDDLES)))
-    # [bins] accepted tokens, PRIOR included
-    hits: array[float] = field(default_factory=lambda: array("d", [PRIOR * middle for middle in MIDDLES]))
+    tries: memoryview[float]  # [bins] drafted tokens, PRIOR included
+    hits: memoryview[float]  # [bins] accepted tokens, PRIOR included
     num_tries: float = 0.0  # without the prior
     num_hits: float = 0.0  # without the prior
     _bins: list[tuple[float, float]] = field(default_factory=list)  # cache of `bins`
@@ -46,7 +46,9 @@ class CalibrationTable:
         self.num_hits += hit
         self._bins = []
         if self.num_tries > MEMORY:
-            self.tries, self.hits = (array("d", [n / 2 for n in counts]) for counts in (self.tries, self.hits))
+            for index in range(len(MIDDLES)):
+                self.tries[index] /= 2
+                self.hits[index] /= 2
             self.num_tries, self.num_hits = self.num_tries / 2, self.num_hits / 2
 
     def probability(self, score: float) -> float:
@@ -82,11 +84,20 @@ class _PendingDraft:
     place: int = 0  # tokens compared so far; all were right
 
 
+class _Calibration:
+    """Outcomes of one drafter in all sequences of a temperature class."""
+
+    def __init__(self) -> None:
+        # [PLACES + 1, 2, bins] tries and hits of each table
+        self.counts = np.array([[[PRIOR] * len(MIDDLES), [PRIOR * middle for middle in MIDDLES]]] * (PLACES + 1))
+        self.tables = [CalibrationTable(tries.data, hits.data) for tries, hits in self.counts]  # by draft position
+
+
 @dataclass
 class _SequenceRecord:
     """Outcomes of one drafter in one sequence."""
 
-    tables: list[CalibrationTable]  # of the drafter in all sequences of this temperature class, by draft position
+    calibration: _Calibration
     hits: float = OWN_PRIOR  # accepted tokens
     expected: float = OWN_PRIOR  # sum of the tables' acceptance probabilities
 
@@ -105,13 +116,17 @@ class AcceptanceEstimator:
     """Acceptance probabilities of drafted tokens, given that all tokens before them are accepted."""
 
     def __init__(self) -> None:
-        self._tables: dict[Key, list[CalibrationTable]] = {}  # by draft position
+        self._calibrations: dict[Key, _Calibration] = {}
         self._records: dict[Sequence, dict[str, _SequenceRecord]] = {}
         self._pending: dict[Sequence, dict[str, _PendingDraft]] = {}  # by drafter
 
     def tables(self, sequence: Sequence, method: str) -> list[CalibrationTable]:
         """Tables of a drafter by draft position, counted from 0; the last one also serves positions from PLACES on."""
-        return self._record(sequence, method).tables
+        return self._record(sequence, method).calibration.tables
+
+    def counts(self, sequence: Sequence, method: str) -> NDArray[np.float64]:
+        """[PLACES + 1, 2, bins] tries and hits in these tables."""
+        return self._record(sequence, method).calibration.counts
 
     def table(self, sequence: Sequence, method: str, place: int) -> CalibrationTable:
         """Table of a drafter at a draft position."""
@@ -126,16 +141,16 @@ class AcceptanceEstimator:
         record = records.get(method)
         if record is None:
             key = method, _temperature_class(sequence)
-            if key not in self._tables:
-                self._tables[key] = [CalibrationTable() for _ in range(PLACES + 1)]
-            record = records[method] = _SequenceRecord(self._tables[key])
+            if key not in self._calibrations:
+                self._calibrations[key] = _Calibration()
+            record = records[method] = _SequenceRecord(self._calibrations[key])
         return record
 
     def prefix_probabilities(self, sequence: Sequence, draft: Draft, least: float) -> Seq[float]:
         """Probabilities that the first 1, 2, ... tokens of a draft are all accepted, as far as they exceed `least`."""
         probabilities, product = [], 1.0
         record = self._record(sequence, draft.method)
-        tables, factor = record.tables, record.factor
+        tables, factor = record.calibration.tables, record.factor
         for place in range(len(draft.tokens)):
             product *= min(1.0, factor * tables[min(place, PLACES)].probability(score_of(draft, place)))
             if product <= least:
@@ -152,7 +167,9 @@ class AcceptanceEstimator:
 
     def record_draft(self, sequence: Sequence, draft: Draft) -> None:
         """Remembers a draft before it is cut, unless the drafter's last draft is still being compared."""
-        self._pending.setdefault(sequence, {}).setdefault(draft.method, _PendingDraft(draft, len(sequence.tokens)))
+        pending = self._pending.setdefault(sequence, {})
+        if draft.method not in pending:
+            pending[draft.method] = _PendingDraft(draft, len(sequence.tokens))
 
     def record_outcomes(self, sequence: Sequence) -> None:
         """Compares pending drafts with the committed tokens, each up to its first miss.
@@ -168,7 +185,7 @@ class AcceptanceEstimator:
             hit = True
             while hit and pending.place < len(guesses) and pending.start + pending.place < len(tokens):
                 place = pending.place
-                table, score = record.tables[min(place, PLACES)], score_of(pending.draft, place)
+                table, score = record.calibration.tables[min(place, PLACES)], score_of(pending.draft, place)
                 hit = guesses[place] == tokens[pending.start + place]
                 if place <= PLACES:  # a single long copy must not dominate the table
                     record.learn(table.probability(score), hit)
@@ -187,7 +204,8 @@ class AcceptanceEstimator:
 
     def first_token_rate(self, method: str) -> tuple[float, float]:
         """(number of drafts, acceptance rate) of a drafter's first tokens in ordinary sequences, recent drafts only."""
-        firsts = [tables[0] for key, tables in self._tables.items() if key[0] == method and key[1] != UNUSUAL]
+        own = (each for key, each in self._calibrations.items() if key[0] == method and key[1] != UNUSUAL)
+        firsts = [each.tables[0] for each in own]
         tries = sum(table.num_tries for table in firsts)
         return tries, sum(table.num_hits for table in firsts) / max(tries, 1.0)
 

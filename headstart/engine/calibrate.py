@@ -122,8 +122,11 @@ def calibrate(engine: Engine) -> Costs:
     if not samples.passes:
         return Costs.unknown()
     add_prompt_pass(samples)
-    drafts = samples.drafts or {1: [0.1 * lower_quartile(samples.passes[1])]}
-    costs = Costs(CostCurve.fit(samples.passes), CostCurve.fit(drafts))
+    further, firsts = samples.further(), dict[int, list[float]]()
+    for (count, steps), seconds in samples.drafts.items():
+        firsts.setdefault(count, []).extend(each / (1 + further * (steps - 1)) for each in seconds)
+    firsts = firsts or {1: [0.1 * lower_quartile(samples.passes[1])]}
+    costs = Costs(CostCurve.fit(samples.passes), CostCurve.fit(firsts), further=further)
     costs.busy = _busy(samples.passes[1])
     run.until = begun + MAX_SECONDS
     _measure_long(run, costs, length)
@@ -173,7 +176,7 @@ def _measure_long(run: _Run, costs: Costs, short: int) -> None:
         costs.prompt_share = low
     if prompts.caught_up:
         num_uncached, count, taken = prompts.caught_up[0]
-        costs.catch_up = max(0.0, (taken - count * costs.drafts.at(1)) / num_uncached)
+        costs.catch_up = max(0.0, (taken - costs.draft_seconds([1] * count, 0)) / num_uncached)
 
 
 def known_costs(engine: Engine, identity: Mapping[str, Any]) -> Costs:
@@ -229,6 +232,7 @@ def _holds(engine: Engine, costs: Costs) -> bool | None:
         factors.append(lower_quartile(seconds) / costs.passes.at(rows))
     if not factors:
         return None
-    drafts = [lower_quartile(seconds) / costs.drafts.at(count) for count, seconds in measured.drafts.items()]
+    draft_times = measured.drafts.items()
+    drafts = [lower_quartile(each) / costs.draft_seconds([count] * steps, 0) for (count, steps), each in draft_times]
     is_alike = all(1 / OUTLIER <= factor <= OUTLIER for factor in (*factors, *drafts))
     return not costs.busy and is_alike and max(factors) <= (1 + TOLERANCE) * min(factors)

@@ -4,17 +4,20 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence as Seq
 from dataclasses import dataclass, field
 from functools import lru_cache
+from statistics import linear_regression
 from typing import Any, NamedTuple, Self
 
 KNOTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Row counts at which a cost curve has its knots."""
 RATE = 0.05  # share of a deviation that a step corrects
-DRIFT = 0.2
-"""Share of the correction that applies to all counts: now and then a machine becomes slower or faster as a whole."""
+DRIFT = 0.5
+"""Share of the correction that applies to all counts: now and then a machine becomes slower or faster as a whole. With
+a small share, a machine that becomes faster while all passes have four rows seems to have free rows (docs/log)."""
 OUTLIER = 2.0
 """Ratios of measured to expected time are limited to this one: slower steps shared the cores with other processes."""
 TRIAL, TRIAL_RATE = 8, 0.25
 """After stored costs are loaded, each of the first TRIAL passes scales all curves by TRIAL_RATE of its deviation."""
+MIN_FURTHER = 0.05  # minimum of Costs.further
 MANY = 8
 """With more uncached pairs (hidden state, token) than MANY per drafted token, a draft measures `Costs.catch_up`. With
 fewer, computing them counts as part of a draft step."""
@@ -93,12 +96,13 @@ class Costs:
     """Costs in seconds."""
 
     passes: CostCurve  # of a pass by its sampled rows, with sampling and all Python of a step, at position 0
-    drafts: CostCurve  # of one draft step by its number of sequences
+    drafts: CostCurve  # of the first step of a draft by its number of sequences, with all Python of a draft
     prompt_share: float = 1.0  # cost of a row that is not sampled, relative to a sampled row
     reach: float = 0.0  # per row and position that the row attends to
     catch_up: float = 0.0  # per uncached pair that a head computes
     busy: bool = False  # other processes used the cores during the measurement
     trial: int = 0  # passes left in which the costs are rescaled as a whole
+    further: float = 1.0  # of each further step of a draft, relative to the first
 
     @classmethod
     def unknown(cls) -> Self:
@@ -114,7 +118,8 @@ class Costs:
 
     def draft_seconds(self, steps: Seq[int], num_uncached: int) -> float:
         """Seconds of draft steps over `steps[i]` sequences each, after `num_uncached` pairs beyond one per sequence."""
-        return sum(self.drafts.at(count) for count in steps) + self.catch_up * num_uncached
+        first, further = sum(map(self.drafts.at, steps[:1])), sum(map(self.drafts.at, steps[1:]))
+        return first + self.further * further + self.catch_up * num_uncached
 
     def record_pass(self, work: PassShape, seconds: float) -> None:
         """Learns from a pass. Passes with mostly prompt rows are ignored."""
@@ -130,15 +135,19 @@ class Costs:
 
     def record_draft(self, steps: Seq[int], num_uncached: int, seconds: float) -> None:
         """Learns from a draft. Drafts that mostly computed uncached pairs are ignored."""
-        expected = self.draft_seconds(steps, num_uncached)
-        if steps and self.catch_up * num_uncached < expected / 4:
-            self.drafts.learn(max(steps), seconds / expected)
+        expected, first = self.draft_seconds(steps, num_uncached), self.draft_seconds(steps[:1], num_uncached)
+        if not steps or self.catch_up * num_uncached >= expected / 4:
+            return
+        self.drafts.learn(max(steps), seconds / expected)
+        if len(steps) > 1:
+            deviation = _bounded((seconds - first) / (expected - first))
+            self.further = min(max(self.further * (1 + RATE * deviation), MIN_FURTHER), 1.0)
 
     def document(self) -> dict[str, Any]:
         return {
             "knots": list(KNOTS), "passes": [self.passes.at(knot) for knot in KNOTS],
             "drafts": [self.drafts.at(knot) for knot in KNOTS], "prompt_share": self.prompt_share, "reach": self.reach,
-            "catch_up": self.catch_up, "busy": self.busy,
+            "catch_up": self.catch_up, "busy": self.busy, "further": self.further,
         }  # fmt: skip
 
     @classmethod
@@ -149,8 +158,9 @@ class Costs:
         passes, drafts = (CostCurve([float(value) for value in document[name]]) for name in ("passes", "drafts"))
         if any(len(curve.seconds) != len(KNOTS) or min(curve.seconds) <= 0 for curve in (passes, drafts)):
             raise ValueError("curves without sense")
-        share, reach, catch_up = (float(document[name]) for name in ("prompt_share", "reach", "catch_up"))
-        return cls(passes, drafts, share, reach, catch_up, bool(document["busy"]))
+        names = ("prompt_share", "reach", "catch_up", "further")
+        share, reach, catch_up, further = (float(document[name]) for name in names)
+        return cls(passes, drafts, share, reach, catch_up, bool(document["busy"]), further=further)
 
 
 @dataclass
@@ -158,7 +168,8 @@ class CostSamples:
     """Measured steps, for a fit."""
 
     passes: dict[int, list[float]] = field(default_factory=dict)  # row count -> seconds
-    drafts: dict[int, list[float]] = field(default_factory=dict)  # number of sequences -> seconds of one draft step
+    # (number of sequences, draft steps) -> seconds
+    drafts: dict[tuple[int, int], list[float]] = field(default_factory=dict)
     prompts: list[tuple[PassShape, float]] = field(default_factory=list)  # passes with prompt rows, and their seconds
     caught_up: list[tuple[int, int, float]] = field(default_factory=list)  # uncached pairs, draft steps, seconds
 
@@ -172,4 +183,13 @@ class CostSamples:
         if num_uncached > MANY * sum(steps):
             self.caught_up.append((num_uncached, len(steps), seconds))
         elif min(steps) == max(steps):
-            self.drafts.setdefault(steps[0], []).append(seconds / len(steps))
+            self.drafts.setdefault((steps[0], len(steps)), []).append(seconds)
+
+    def further(self) -> float:
+        """`Costs.further`: slope of the seconds by the number of draft steps, relative to the first step. 1 if all
+        drafts of one sequence have the same number of steps."""
+        own = {steps: lower_quartile(seconds) for (count, steps), seconds in self.drafts.items() if count == 1}
+        if len(own) < 2:
+            return 1.0
+        slope, start = linear_regression(list(own), list(own.values()))
+        return min(max(slope / max(start + slope, 1e-9), MIN_FURTHER), 1.0)

@@ -34,6 +34,9 @@ batches REST_PER_SEQUENCE for each sequence, since a token saved there is a smal
 DRAFT_ROW = 0.1  # cost of a row in a draft that takes one pass, as a share of the draft step
 MIN_ROW_SHARE = 0.002
 """Minimum cost of a row, as a share of a plain pass: measured differences may be too small by chance."""
+KEPT_STEPS, MEASURED = 8, 3
+"""Gates and costs serve up to KEPT_STEPS further steps while the batch stays the same and all its drafts are worth
+starting; of these steps one in MEASURED corrects the costs. Python takes 2 to 5 % of a small model's step."""
 TIME_DECAY, KEPT_DECAY = 0.98, 0.9
 """Decay per step of the running sums of seconds, and of the running mean of verified tokens per draft."""
 LEAF_ROW_SHARE, LEAF_WIDTH = 0.1, 3
@@ -60,7 +63,7 @@ class AutoDepth:
         """method: name of the drafter. block: maximum depth of drafts of one pass; 0: each token costs a step."""
         self.block = block
         self.costs, self.acceptance = Costs.unknown(), AcceptanceEstimator()
-        self.token_s = self.row_s = self.draft_s = 0.0  # value of a token, cost of a row and of a draft step
+        self.token_s = self.row_s = self.draft_s = 0.0  # value of a token, cost of a row and of a draft's first step
         self.method = method
         self._spent = self._plain = 0.0  # seconds of recent steps, and of plain decoding for the same tokens
         self._mean_verified = 2.0  # verified tokens per draft
@@ -73,6 +76,11 @@ class AutoDepth:
         self._reach_s = 0.0  # seconds that the mean position adds to a row
         self._margin, self._prudence, self._min_probability = 0.0, 1.0, 0.0
         self._asks_head = False
+        self._shape = PassShape(0)  # of the pass that the costs were computed for
+        self._gates: dict[Sequence, AutoGate] = {}  # for these costs
+        self._extra_s: list[float] = []  # cost of 1, 2, ... drafted rows in the next pass, as far as known
+        self._may_keep_gates = False  # all these drafts are worth starting
+        self._keeps_gates, self._age = False, 0  # the present step uses earlier gates; number of such steps
         self._rest_steps = self._steps_to_skip = 0  # steps of the present rest without drafts: in all, and left
         self._max_rest = MAX_REST_STEPS
 
@@ -83,19 +91,26 @@ class AutoDepth:
 
     def make_requests(self, candidates: Seq[DraftCandidate]) -> list[DraftRequest]:
         """A gated request for each candidate, for the pass given to `estimate_costs`."""
+        if not self._keeps_gates or self._gates.keys() != {candidate.sequence for candidate in candidates}:
+            self._make_gates(candidates)
+        return [DraftRequest(each.sequence, each.limit, self._gates[each.sequence], each.width) for each in candidates]
+
+    def _make_gates(self, candidates: Seq[DraftCandidate]) -> None:
         savings = [self._savings(candidate.sequence, candidate.limit) for candidate in candidates]
         gains = [self._gain(candidate, sum(each)) for candidate, each in zip(candidates, savings, strict=True)]
         positive = [gain for gain in gains if gain > 0]
         # a draft step of a few sequences costs more than their share of a step of all sequences
         extra = self._prudence * self.costs.drafts.at(max(len(positive), 1)) - self.draft_s * len(positive)
         self._asks_head = asks_head = sum(positive) - extra >= self._margin
-        gated = [
-            (candidate, AutoGate(self, candidate.sequence, asks_head and gain > 0, self._num_worthwhile(each)))
+        self._gates = {
+            candidate.sequence: AutoGate(self, candidate.sequence, asks_head and gain > 0, self._num_worthwhile(each))
             for candidate, gain, each in zip(candidates, gains, savings, strict=True)
-        ]
-        if refused := [each for each in gated if not each[1].should_start]:
-            self._probe(*min(refused, key=lambda each: each[0].num_uncached))
-        return [DraftRequest(candidate.sequence, candidate.limit, gate, candidate.width) for candidate, gate in gated]
+        }
+        refused = [each for each in candidates if not self._gates[each.sequence].should_start]
+        self._may_keep_gates = not refused
+        if refused:
+            least = min(refused, key=lambda each: each.num_uncached)
+            self._probe(least, self._gates[least.sequence])
 
     @property
     def width(self) -> int:
@@ -104,14 +119,27 @@ class AutoDepth:
 
     def should_skip_step(self) -> bool:
         """True if no drafts are made in this step. Called once per step."""
+        self._keeps_gates = False
         self._steps_to_skip -= 1
         return self._steps_to_skip >= 0
+
+    @property
+    def is_measured(self) -> bool:
+        """True if the costs of the present step are recorded."""
+        return not self._keeps_gates or self._age % MEASURED == 0
 
     def estimate_costs(self, next_pass: PassShape) -> bool:
         """Sets the value of a token and the costs of a row and a draft step, for the next pass without drafts.
 
         Returns False if no draft can pay, however sure it is.
         """
+        is_same = (next_pass.rows, next_pass.prompt_rows) == (self._shape.rows, self._shape.prompt_rows)
+        self._keeps_gates = self._may_keep_gates and is_same and self._age < KEPT_STEPS
+        if self._keeps_gates:
+            self._age += 1
+            return True
+        self._shape, self._age, self._may_keep_gates = next_pass, 0, False
+        self._extra_s.clear()
         costs, count = self.costs, next_pass.rows
         self._max_rest = max(MAX_REST_STEPS, REST_PER_SEQUENCE * count)
         self._pass_rows, self._reach_s = costs.weighted_rows(next_pass), costs.reach * next_pass.reach / count
@@ -170,6 +198,12 @@ class AutoDepth:
         """Expected saving of one more drafted token, whose score decides whether it is verified."""
         worth, cost = factor * self.token_s, self.row_s
         return sum([share * (probability * worth - cost) for share, probability in bins if probability * worth > cost])
+
+    def rule(self, sequence: Sequence, method: str) -> GateRule:
+        """When a growing draft of this drafter ends: one more token must save more than its draft step costs."""
+        counts, factor = self.acceptance.counts(sequence, method), self.acceptance.factor(sequence, method)
+        further_s = 0.0 if self.block else self.draft_s * self.costs.further
+        return GateRule(self.token_s, self.row_s, further_s, factor, counts, BIN_EDGES)
 
     def _probe(self, candidate: DraftCandidate, gate: "AutoGate") -> None:
         """Starts a draft that is not expected to pay, to learn its acceptance: one of the first, or one within the time
@@ -236,7 +270,9 @@ class AutoDepth:
         best, count, saved = self._margin, 0, 0.0
         for rows, probability in enumerate(falling, 1):
             saved += probability * self.token_s
-            if (net := saved - self._prudence * self._rows_seconds(rows)) > best:
+            if rows > len(self._extra_s):
+                self._extra_s.append(self._prudence * self._rows_seconds(rows))
+            if (net := saved - self._extra_s[rows - 1]) > best:
                 best, count = net, rows
         return count
 
@@ -253,6 +289,7 @@ class AutoDepth:
         self.costs.record_pass(shape, pass_s)
 
     def release(self, sequence: Sequence) -> None:
+        self._gates.pop(sequence, None)
         self._mean_length += 0.1 * (sequence.num_output - self._mean_length)
         self.acceptance.release(sequence)
 
@@ -265,19 +302,17 @@ class AutoGate:
     sequence: Sequence
     should_start: bool  # the head's draft is worth starting
     max_depth: int = MAX_DEPTH  # tokens worth their rows in a one-pass draft
-    _state: GateState | None = None  # set after the first token
+    _state: GateState | None = None  # set after each draft's first token
 
-    def rule(self, method: str, depth: int) -> GateRule:
+    def rule(self, method: str) -> GateRule:
         """`should_continue` as data, for a draft by this method."""
-        auto, sequence = self.auto, self.sequence
-        tables, factor = auto.acceptance.tables(sequence, method)[:depth], auto.acceptance.factor(sequence, method)
-        draft_s = 0.0 if auto.block else auto.draft_s
-        return GateRule(auto.token_s, auto.row_s, draft_s, factor, tables, BIN_EDGES)
+        return self.auto.rule(self.sequence, method)
 
     def should_continue(self, draft: Draft) -> bool:
         """True if another token should be drafted. Called after each token."""
-        self._state = self._state or GateState(self.rule(draft.method, PLACES + 1))
         place = len(draft.tokens) - 1
+        if place == 0 or self._state is None:
+            self._state = GateState(self.rule(draft.method))
         return self._state.should_continue(place, score_of(draft, place))
 
     def is_sufficient(self, draft: Draft) -> bool:

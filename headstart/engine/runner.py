@@ -481,7 +481,7 @@ class Runner:
             build_plan(parts, self.memory.block_size, network.first_position, network.hidden_offset),
             build_rows(entries, allowed=allowed_tokens(entries, self.vocab_size)),
             [request.depth for request in requests],
-            [request.gate.rule(method, request.depth) if request.gate else None for request in requests],
+            [request.gate.rule(method) if request.gate else None for request in requests],
             [request.width for request in requests],
             hidden_pool=steps.network.pools.hidden,
         )
@@ -526,9 +526,7 @@ class Runner:
         if not early or not matches:
             return list(range(len(requests)))
         gates = [
-            gate.rule(method, requests[matches[early_index]].depth)
-            if early_index in matches and (gate := requests[matches[early_index]].gate)
-            else None
+            gate.rule(method) if early_index in matches and (gate := requests[matches[early_index]].gate) else None
             for early_index in range(len(early.requests))
         ]
         for early_index, (tokens, scores) in enumerate(early.pending.drafts(gates)):

@@ -18,33 +18,22 @@ def confidence_of(logit: float) -> float:
     return 1 / (1 + math.exp(-max(logit, -MAX_LOGIT)))
 
 
-class BinCounts(Protocol):
-    """Counts of drafted tokens per bin of their score, float64 [bins]."""
-
-    @property
-    def tries(self) -> Any:
-        """Tokens drafted."""
-
-    @property
-    def hits(self) -> Any:
-        """Tokens accepted."""
-
-
 @dataclass(frozen=True, slots=True)
 class GateRule:
     """When drafting of one sequence stops: drafters.base.Gate.should_continue as data.
 
-    A drafted token whose score lies in bin b is accepted, given that the tokens before it are, with the probability
-    min(1, factor * hits[b] / tries[b]) of its depth's table. Drafting continues while the probability c that all tokens
-    so far are accepted satisfies c * token_s >= row_s, and one more token promises more than draft_s: the sum over bins
-    of the next depth, by their share of tries, of max(0, c * factor * hits / tries * token_s - row_s).
+    Of counts[p], `tries` are the drafted tokens at place p by bins of their scores, `hits` the accepted ones. A drafted
+    token is accepted, given that the tokens before it are, with the probability min(1, factor * hits / tries) of its
+    bin. Drafting continues while the probability c that all tokens so far are accepted satisfies c * token_s >= row_s,
+    and one more token promises more than draft_s: the sum over bins of the next place, by their share of tries, of
+    max(0, c * factor * hits / tries * token_s - row_s).
     """
 
     token_s: float  # seconds saved by an accepted token
     row_s: float  # seconds of one more verified row
     draft_s: float  # seconds of one more draft step
-    factor: float  # correction of the tables' acceptance probabilities
-    tables: Sequence[BinCounts]  # by depth; the last one serves all further depths
+    factor: float  # correction of the acceptance rates
+    counts: NDArray[np.float64]  # [places, 2, bins] tries and hits; the last place serves all further ones
     edges: NDArray[np.float64]  # bounds between bins of scores, ascending
 
 
@@ -56,14 +45,14 @@ class GateState:
 
     def should_continue(self, depth: int, score: float) -> bool:
         """True if another token should follow. Called once per token, at depth 0, 1, ..."""
-        rule, tables = self._rule, self._rule.tables
-        here, after = tables[min(depth, len(tables) - 1)], tables[min(depth + 1, len(tables) - 1)]
-        number = int(np.searchsorted(rule.edges, score, side="right"))
-        self._probability *= min(1.0, rule.factor * (here.hits[number] / here.tries[number]))
+        rule = self._rule
+        here, after = (rule.counts[min(place, len(rule.counts) - 1)] for place in (depth, depth + 1))
+        tries, hits = here[:, np.searchsorted(rule.edges, score, side="right")].tolist()
+        self._probability *= min(1.0, rule.factor * (hits / tries))
         if self._probability * rule.token_s < rule.row_s:
             return False
         worth = self._probability * rule.factor * rule.token_s
-        tries, hits = (np.asarray(each).tolist() for each in (after.tries, after.hits))
+        tries, hits = after.tolist()
         total = sum(tries)
         gains = (n / total * (h / n * worth - rule.row_s) for n, h in zip(tries, hits, strict=True)
                  if h / n * worth > rule.row_s)  # fmt: skip
