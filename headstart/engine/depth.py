@@ -34,9 +34,9 @@ batches REST_PER_SEQUENCE for each sequence, since a token saved there is a smal
 DRAFT_ROW = 0.1  # cost of a row in a draft that takes one pass, as a share of the draft step
 MIN_ROW_SHARE = 0.002
 """Minimum cost of a row, as a share of a plain pass: measured differences may be too small by chance."""
-KEPT_STEPS, MEASURED = 8, 3
-"""Gates and costs serve up to KEPT_STEPS further steps while the batch stays the same and all its drafts are worth
-starting; of these steps one in MEASURED corrects the costs. Python takes 2 to 5 % of a small model's step."""
+KEPT_STEPS = 8
+"""Gates and prices serve up to KEPT_STEPS further steps while the batch stays the same and all its drafts are worth
+starting. Computing them takes 1 % of a small model's step (docs/log)."""
 TIME_DECAY, KEPT_DECAY = 0.98, 0.9
 """Decay per step of the running sums of seconds, and of the running mean of verified tokens per draft."""
 LEAF_ROW_SHARE, LEAF_WIDTH = 0.1, 3
@@ -72,7 +72,6 @@ class AutoDepth:
         self._first_probes = FIRST_PROBES
         self._pass_s = 0.0  # seconds of the next pass without drafts
         self._pass_rows = 0.0  # rows of that pass (Costs.weighted_rows)
-        self._rows_s = 0.0  # seconds of these rows at position 0
         self._reach_s = 0.0  # seconds that the mean position adds to a row
         self._margin, self._prudence, self._min_probability = 0.0, 1.0, 0.0
         self._asks_head = False
@@ -123,11 +122,6 @@ class AutoDepth:
         self._steps_to_skip -= 1
         return self._steps_to_skip >= 0
 
-    @property
-    def is_measured(self) -> bool:
-        """True if the costs of the present step are recorded."""
-        return not self._keeps_gates or self._age % MEASURED == 0
-
     def estimate_costs(self, next_pass: PassShape) -> bool:
         """Sets the value of a token and the costs of a row and a draft step, for the next pass without drafts.
 
@@ -143,8 +137,7 @@ class AutoDepth:
         costs, count = self.costs, next_pass.rows
         self._max_rest = max(MAX_REST_STEPS, REST_PER_SEQUENCE * count)
         self._pass_rows, self._reach_s = costs.weighted_rows(next_pass), costs.reach * next_pass.reach / count
-        self._rows_s = costs.passes.at(self._pass_rows)
-        self._pass_s = self._rows_s + count * self._reach_s
+        self._pass_s = costs.passes.at(self._pass_rows) + count * self._reach_s
         plain = costs.passes.at(count) + count * self._reach_s
         crowding = (1 - 1 / count) ** 2
         self._prudence, self._margin = 1 + PRUDENCE * crowding, (MARGIN + BATCH_MARGIN * crowding) * plain
@@ -164,7 +157,8 @@ class AutoDepth:
 
     def _rows_seconds(self, rows: int) -> float:
         """Seconds that `rows` drafted rows, at the mean position of the others, add to the next pass."""
-        return self.costs.passes.at(self._pass_rows + rows) - self._rows_s + rows * self._reach_s
+        passes, before = self.costs.passes, self._pass_rows
+        return passes.at(before + rows) - passes.at(before) + rows * self._reach_s
 
     def _gain(self, candidate: DraftCandidate, saving: float) -> float:
         """Seconds that a draft of the head saves in a step; 0 if its uncached pairs cost more than it saves in the rest
@@ -237,15 +231,17 @@ class AutoDepth:
             self.acceptance.record_draft(sequence, sequence.draft)
             kept = self.acceptance.prefix_probabilities(sequence, sequence.draft, self._min_probability)
             rows += [(probability, index, None) for probability in kept]
-            rows += [(each, index, leaf) for each, leaf in self._leaves(sequence, kept)]
+            if sequence.draft.leaves:
+                rows += [(each, index, leaf) for each, leaf in self._leaves(sequence, kept)]
         rows.sort(key=lambda row: -row[0])  # stable: a token never comes before its predecessors
         num_rows = self._num_worth_verifying([probability for probability, _, _ in rows])
         lengths = [0] * len(drafts)
         for _, index, leaf in rows[:num_rows]:
             lengths[index] += leaf is None
         leaves = [(index, leaf) for _, index, leaf in rows[:num_rows] if leaf and leaf.place < lengths[index]]
-        for index, sequence in enumerate(drafts):
-            sequence.draft = sequence.draft.cut(lengths[index])
+        for length, sequence in zip(lengths, drafts, strict=True):
+            if length < sequence.draft.num_rows:
+                sequence.draft = sequence.draft.cut(length)
         for index, leaf in leaves:
             drafts[index].draft.leaves.append(leaf)
         num_verified = sum(lengths) + len(leaves)

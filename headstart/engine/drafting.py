@@ -64,7 +64,7 @@ class Drafting:
         requests = self._make_requests(sequences)
         if not requests:
             return
-        learner = self.samples or (self.auto.costs if self.depth == AUTO and self.auto.is_measured else None)
+        learner = self.samples or (self.auto.costs if self.depth == AUTO else None)
         num_uncached = (
             {request.sequence: self.drafter.num_uncached(request.sequence) for request in requests} if learner else {}
         )
@@ -184,7 +184,7 @@ class Drafting:
 
     def learn(self, spans: Seq[Span], emitted: int, pass_s: float, draft_s: float) -> None:
         """Records the time of a step, for depth `auto` or a calibration."""
-        if self.samples is None and (self.depth != AUTO or self.drafter is None or not self.auto.is_measured):
+        if self.samples is None and (self.depth != AUTO or self.drafter is None):
             return
         rows, all_rows, reach, is_own_depth = 0, 0, 0, True
         for span in spans:

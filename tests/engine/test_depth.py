@@ -15,7 +15,7 @@ from headstart.drafters.base import DraftRequest
 from headstart.engine.acceptance import AcceptanceEstimator
 from headstart.engine.calibrate import add_prompt_pass, calibrate
 from headstart.engine.costs import KNOTS, TRIAL, CostCurve, Costs, CostSamples, PassShape
-from headstart.engine.depth import AutoDepth, DraftCandidate
+from headstart.engine.depth import KEPT_STEPS, AutoDepth, DraftCandidate
 from headstart.engine.drafting import Drafting
 
 FLAT = CostCurve.fit({1: [1.0], 8: [1.07], 64: [8.0]})
@@ -358,3 +358,64 @@ def test_leaf_acceptance_is_calibrated_separately() -> None:
         acceptance.leaf_probability(each, "mtp", leaf) > 0.9 > 0.1 > acceptance.table(each, "mtp", 0).probability(0.5)
     )
     assert acceptance.first_token_rate("mtp") == (100, 0)
+
+
+def test_further_draft_steps_have_a_cost_of_their_own() -> None:
+    """A draft of n steps takes 0.9 + 0.3 (n - 1): the cost of one more step is 0.3, whatever the usual depth is."""
+    samples = CostSamples()
+    for steps in (1, 3, 7):
+        samples.record_draft([1] * steps, 0, 0.9 + 0.3 * (steps - 1))
+    assert samples.further() == pytest.approx(1 / 3)
+    costs = Costs(FLAT, CostCurve.fit({1: [0.9]}), further=1.0)
+    for step in range(400):
+        steps = 1 + step % 3
+        costs.record_draft([1] * steps, 0, 0.9 + 0.3 * (steps - 1))
+    assert costs.draft_seconds([1], 0) == pytest.approx(0.9, rel=0.05)
+    assert costs.draft_seconds([1, 1], 0) == pytest.approx(1.2, rel=0.05)
+
+
+def test_gate_compares_one_more_token_with_a_further_step() -> None:
+    """After a first token that is accepted half of the time, a second is worth 0.25 - row: more than a further step
+    costs, less than a first one."""
+    auto, each = AutoDepth("mtp"), sequence()
+    auto.costs = FixedCosts(FLAT, CostCurve.fit({1: [0.35]}), further=0.2)
+    auto.estimate_costs(PassShape(1))
+    (request,) = auto.make_requests([DraftCandidate(each, 8, 0)])
+    each.draft = Draft([7], method="mtp", scores=[0.55])
+    assert request.gate is not None and request.gate.should_continue(each.draft)
+    auto.costs.further = 1.0
+    each.draft = Draft([7], method="mtp", scores=[0.55])
+    assert not request.gate.should_continue(each.draft)
+
+
+def test_rows_do_not_seem_free_after_the_machine_became_faster() -> None:
+    """All passes have four rows while the machine becomes 1.3 times as fast."""
+    costs = Costs(CostCurve.fit({1: [1.3], 4: [1.56]}), CHEAP_DRAFTS)
+    for _ in range(400):
+        costs.record_pass(PassShape(4), 1.2)
+    assert costs.passes.at(4) == pytest.approx(1.2, rel=0.01)
+    assert costs.passes.at(1) < 0.99 * costs.passes.at(4)
+
+
+def test_gates_are_kept_while_the_batch_stays_the_same() -> None:
+    auto, each = AutoDepth("mtp"), sequence()
+    auto.costs = FixedCosts(FLAT, CHEAP_DRAFTS)
+
+    kept: list[Any] = []  # all gates, so that no two have the same id
+
+    def gates(*sequences: Sequence, rows: int) -> list[int]:
+        """Ids of the sequences' gates in the next step."""
+        auto.should_skip_step()
+        auto.estimate_costs(PassShape(rows))
+        kept.extend(made.gate for made in auto.make_requests([DraftCandidate(one, 8, 0) for one in sequences]))
+        return [id(gate) for gate in kept[-len(sequences) :]]
+
+    first, ended = gates(each, rows=1), sequence()
+    assert gates(each, rows=1) == first and kept[0].should_start
+    both = gates(each, ended, rows=2)
+    assert gates(each, ended, rows=2) == both and both[0] != first[0]
+    auto.release(ended)
+    assert gates(each, sequence(), rows=2)[0] not in both, "another sequence has taken the place of the ended one"
+    last = gates(each, rows=1)
+    steps = [gates(each, rows=1) == last for _ in range(KEPT_STEPS + 1)]
+    assert steps == [True] * KEPT_STEPS + [False], "gates grow old"
