@@ -35,7 +35,7 @@ DRAFT_ROW = 0.1  # cost of a row in a draft that takes one pass, as a share of t
 MIN_ROW_SHARE = 0.002
 """Minimum cost of a row, as a share of a plain pass: measured differences may be too small by chance."""
 KEPT_STEPS = 8
-"""Gates and prices serve up to KEPT_STEPS further steps while the batch stays the same and all its drafts are worth
+"""Gates and costs serve up to KEPT_STEPS further steps while the batch stays the same and all its drafts are worth
 starting. Computing them takes 1 % of a small model's step (docs/log)."""
 TIME_DECAY, KEPT_DECAY = 0.98, 0.9
 """Decay per step of the running sums of seconds, and of the running mean of verified tokens per draft."""
@@ -95,6 +95,7 @@ class AutoDepth:
         return [DraftRequest(each.sequence, each.limit, self._gates[each.sequence], each.width) for each in candidates]
 
     def _make_gates(self, candidates: Seq[DraftCandidate]) -> None:
+        """Sets `_gates` at the present costs: which drafts of the head are worth starting, and which one is a probe."""
         savings = [self._savings(candidate.sequence, candidate.limit) for candidate in candidates]
         gains = [self._gain(candidate, sum(each)) for candidate, each in zip(candidates, savings, strict=True)]
         positive = [gain for gain in gains if gain > 0]
@@ -127,7 +128,7 @@ class AutoDepth:
 
         Returns False if no draft can pay, however sure it is.
         """
-        is_same = (next_pass.rows, next_pass.prompt_rows) == (self._shape.rows, self._shape.prompt_rows)
+        is_same = next_pass[:2] == self._shape[:2]  # rows and prompt rows; positions grow in each step
         self._keeps_gates = self._may_keep_gates and is_same and self._age < KEPT_STEPS
         if self._keeps_gates:
             self._age += 1
@@ -192,12 +193,6 @@ class AutoDepth:
         """Expected saving of one more drafted token, whose score decides whether it is verified."""
         worth, cost = factor * self.token_s, self.row_s
         return sum([share * (probability * worth - cost) for share, probability in bins if probability * worth > cost])
-
-    def rule(self, sequence: Sequence, method: str) -> GateRule:
-        """When a growing draft of this drafter ends: one more token must save more than its draft step costs."""
-        counts, factor = self.acceptance.counts(sequence, method), self.acceptance.factor(sequence, method)
-        further_s = 0.0 if self.block else self.draft_s * self.costs.further
-        return GateRule(self.token_s, self.row_s, further_s, factor, counts, BIN_EDGES)
 
     def _probe(self, candidate: DraftCandidate, gate: "AutoGate") -> None:
         """Starts a draft that is not expected to pay, to learn its acceptance: one of the first, or one within the time
@@ -302,7 +297,10 @@ class AutoGate:
 
     def rule(self, method: str) -> GateRule:
         """`should_continue` as data, for a draft by this method."""
-        return self.auto.rule(self.sequence, method)
+        auto, sequence = self.auto, self.sequence
+        counts, factor = auto.acceptance.counts(sequence, method), auto.acceptance.factor(sequence, method)
+        further_s = 0.0 if auto.block else auto.draft_s * auto.costs.further
+        return GateRule(auto.token_s, auto.row_s, further_s, factor, counts, BIN_EDGES)
 
     def should_continue(self, draft: Draft) -> bool:
         """True if another token should be drafted. Called after each token."""

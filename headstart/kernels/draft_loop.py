@@ -31,7 +31,7 @@ class GateRule:
 
     token_s: float  # seconds saved by an accepted token
     row_s: float  # seconds of one more verified row
-    draft_s: float  # seconds of one more draft step
+    draft_s: float  # seconds of one further draft step
     factor: float  # correction of the acceptance rates
     counts: NDArray[np.float64]  # [places, 2, bins] tries and hits; the last place serves all further ones
     edges: NDArray[np.float64]  # bounds between bins of scores, ascending
