@@ -4,6 +4,7 @@ import gc
 import os
 import random
 import signal
+import socket
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -43,6 +44,13 @@ def fuzz(pytestconfig: pytest.Config) -> int:
 FLAKY_FOLDERS = {"server", "cli", "tools", "text", "e2e", "repo"}
 """Folders with tests of processes, sockets and clocks: a failed test runs again, as a loaded machine may disturb it.
 Tests of exactness never run again."""
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Disables Nagle's algorithm for the connection to pytest-rerunfailures, which writes twice before it reads:
+    each test that may run again would wait 40 ms."""
+    if connection := getattr(session.config.failures_db, "sock", None):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -17,7 +17,7 @@ from headstart.core import Draft, Leaf, Sequence
 from headstart.drafters.base import DraftRequest
 from headstart.engine.acceptance import EDGES, PLACES, AcceptanceEstimator, score_of
 from headstart.engine.costs import Costs, PassShape
-from headstart.kernels.draft_loop import GateRule, GateState
+from headstart.kernels.draft_loop import GateRule, GateState, expected_saving
 
 MARGIN = 0.02
 """Minimum expected saving of all drafts together, as a share of the step's time: estimates are not exact, and the
@@ -180,7 +180,7 @@ class AutoDepth:
             if place and reached * factor * self.token_s < self.row_s:
                 break
             bins = tables[min(place, PLACES)].bins()
-            savings.append(self._saving(bins, reached * factor))
+            savings.append(expected_saving(bins, reached * factor * self.token_s, self.row_s))
             reached *= min(1.0, factor * sum([share * probability for share, probability in bins]))
         return savings
 
@@ -188,11 +188,6 @@ class AutoDepth:
         """Number of tokens in a one-pass draft that save more than their rows cost, plus one to learn from."""
         least = DRAFT_ROW * self.draft_s
         return 1 + next((place for place, saving in enumerate(savings) if saving < least), len(savings))
-
-    def _saving(self, bins: Seq[tuple[float, float]], factor: float) -> float:
-        """Expected saving of one more drafted token, whose score decides whether it is verified."""
-        worth, cost = factor * self.token_s, self.row_s
-        return sum([share * (probability * worth - cost) for share, probability in bins if probability * worth > cost])
 
     def _probe(self, candidate: DraftCandidate, gate: "AutoGate") -> None:
         """Starts a draft that is not expected to pay, to learn its acceptance: one of the first, or one within the time

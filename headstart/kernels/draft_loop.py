@@ -18,6 +18,15 @@ def confidence_of(logit: float) -> float:
     return 1 / (1 + math.exp(-max(logit, -MAX_LOGIT)))
 
 
+def expected_saving(bins: Sequence[tuple[float, float]], worth: float, row_s: float) -> float:
+    """Expected seconds that one more drafted token saves, if its score decides whether it is verified.
+
+    bins: share of the tokens in each bin of scores, and their acceptance probability. worth: seconds that the token
+    saves if accepted, times the probability that it is reached. row_s: seconds of its row.
+    """
+    return sum([share * (probability * worth - row_s) for share, probability in bins if probability * worth > row_s])
+
+
 @dataclass(frozen=True, slots=True)
 class GateRule:
     """When drafting of one sequence stops: drafters.base.Gate.should_continue as data.
@@ -25,8 +34,7 @@ class GateRule:
     Of counts[p], `tries` are the drafted tokens at place p by bins of their scores, `hits` the accepted ones. A drafted
     token is accepted, given that the tokens before it are, with the probability min(1, factor * hits / tries) of its
     bin. Drafting continues while the probability c that all tokens so far are accepted satisfies c * token_s >= row_s,
-    and one more token promises more than draft_s: the sum over bins of the next place, by their share of tries, of
-    max(0, c * factor * hits / tries * token_s - row_s).
+    and the `expected_saving` of one more token exceeds draft_s, over the bins of the next place.
     """
 
     token_s: float  # seconds saved by an accepted token
@@ -51,12 +59,11 @@ class GateState:
         self._probability *= min(1.0, rule.factor * (hits / tries))
         if self._probability * rule.token_s < rule.row_s:
             return False
-        worth = self._probability * rule.factor * rule.token_s
         tries, hits = after.tolist()
         total = sum(tries)
-        gains = (n / total * (h / n * worth - rule.row_s) for n, h in zip(tries, hits, strict=True)
-                 if h / n * worth > rule.row_s)  # fmt: skip
-        return bool(sum(gains) > rule.draft_s)
+        bins = [(n / total, h / n) for n, h in zip(tries, hits, strict=True)]
+        worth = self._probability * rule.factor * rule.token_s
+        return expected_saving(bins, worth, rule.row_s) > rule.draft_s
 
 
 class PendingSample(Protocol):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from image_files import data_url, file_of, message_of, png, prompt_tokens, requests, text_of
+from image_files import bomb, data_url, file_of, message_of, png, prompt_tokens, requests, text_of
 from inside import ENGINE, LlmServer, serve_llm
 from PIL import Image as Pillow
 from vision_models import KINDS, copied, published
@@ -105,7 +105,7 @@ TOO_MANY = [CAT] * (limits.IMAGES + 1)
 BAD_FILES = {
     "no image": (b"just text " * 9, "image 2 of 2: the image cannot be read: it is no image"),
     "truncated": (CAT[: len(CAT) // 2], "damaged or cut off"),
-    "bomb": (file_of(Pillow.new("1", (60_000, 60_000))), "60000 x 60000 pixels"),
+    "bomb": (bomb(), "60000 x 60000 pixels"),
     "empty": (b"", "source"),
 }
 

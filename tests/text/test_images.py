@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from image_files import file_of
+from image_files import bomb, file_of
 from PIL import Image as Pillow
 
 from headstart.errors import UsageError
@@ -86,7 +86,7 @@ BAD = {
     "truncated PNG": (file_of(IMAGE)[:80], "damaged or cut off"),
     "truncated JPEG": (file_of(Pillow.fromarray(np.tile(COLORS, (9, 9, 1))), "JPEG")[:-200], "damaged or cut off"),
     "only a header": (file_of(IMAGE)[:16], "cannot be read"),
-    "bomb": (file_of(Pillow.new("1", (60_000, 60_000))), "60000 x 60000 pixels, and 50 million are allowed"),
+    "bomb": (bomb(), "60000 x 60000 pixels, and 50 million are allowed"),
     "floats": (file_of(Pillow.new("F", (2, 2)), "TIFF"), "32-bit numbers"),
 }
 
