@@ -1,12 +1,14 @@
 """Valid and invalid requests generated from the OpenAPI description cause no server error."""
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
-from process import Server
+from process import running
 from support import PATIENCE
+from tiny_models import write_tiny
 
 from headstart.core import SamplingParams
 from headstart.errors import UsageError
@@ -30,9 +32,12 @@ EXAMPLES, FEW = 25, 4
 
 
 @pytest.fixture(scope="module")
-def operations(server: Server) -> dict[str, Any]:
-    api = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
-    return {found.ok().path: found.ok() for found in api.get_all_operations()}
+def operations(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """Path -> operation of a server with a tiny model with a context for long generated prompts."""
+    model = write_tiny("mimo", tmp_path_factory.mktemp("model"), vocab_size=512, max_position_embeddings=32768)
+    with running(str(model), "--chat-template", "chatml", "--threads", "1", "--max-num-seqs", "16") as server:
+        api = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+        yield {found.ok().path: found.ok() for found in api.get_all_operations()}
 
 
 @pytest.mark.parametrize(

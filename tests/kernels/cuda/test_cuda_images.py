@@ -15,7 +15,7 @@ from headstart.engine.load import Model
 from headstart.engine.vision import VisionEncoder
 
 pytestmark = pytest.mark.slow
-IMAGE = random_image(2, 60, 50)
+IMAGE = random_image(2, 33, 28)
 FLOATS: dict[str, Any] = {"kv_cache_dtype": "float32"}
 
 
