@@ -18,8 +18,8 @@ from headstart.server.replicas.group import ReplicaId
 from headstart.server.replicas.metrics import OWN_HEADER
 
 log = logging.getLogger("headstart.access")
-OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/replicas"})
-"""Paths that need no API key: health checks send none, and the router forwards none."""
+OPEN_PATHS = frozenset({"/", "/health", "/ping", "/ready", "/replicas"})
+"""Paths that need no API key: health checks and `ollama` send none, and the router forwards none."""
 REQUEST_ID = "X-Request-Id"
 OWNER = "headstart.owner"  # key in an ASGI scope: name of the account of the request's API key
 _ID = re.compile(r"[\x21-\x7e]{1,128}")

@@ -32,7 +32,7 @@ from headstart.text.image_prompt import ImageProcessor
 from headstart.text.images import Image, ImageError, decode_image
 from headstart.text.infill import infill_prompt
 from headstart.text.parsers import Parser, is_opened, make_parser
-from headstart.text.tool_text import with_functions, with_plain_calls
+from headstart.text.tool_text import with_functions, with_one_system, with_plain_calls
 
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 """Template variables that chat_template_kwargs must not set."""
@@ -224,6 +224,8 @@ def _encode_messages(
         messages = with_plain_calls(messages)
     if not template.takes_developer:
         messages = [each | {"role": "system"} if each["role"] == "developer" else each for each in messages]
+    if not template.takes_late_system:
+        messages = with_one_system(messages)
     conversation = Conversation(
         messages, (tools or None) if has_tools else None, body.add_generation_prompt, variables, formats.parse_special,
         body.continue_final_message, max_tokens=llm.engine.max_length,
@@ -269,6 +271,8 @@ def _message(message: Message) -> dict[str, Any]:
     """A message in the form that templates read, but for its content: call arguments are objects."""
     document = message.model_dump(exclude_none=True)
     document.setdefault("content", "")
+    if not document.get("tool_calls"):
+        document.pop("tool_calls", None)  # templates take an empty list for calls
     if thought := next((document[name] for name in THOUGHTS if isinstance(document.get(name), str)), None):
         document[THOUGHTS[0]] = thought
     for function in (call["function"] for call in document.get("tool_calls", ())):
@@ -401,13 +405,15 @@ def _chat_names(body: Common) -> dict[str, str]:
 def _logit_bias(given: Mapping[str, float] | None) -> dict[int, float] | None:
     if not given:
         return None
-    try:
-        return {int(token): float(bias) for token, bias in given.items()}
-    except ValueError:
-        wrong = next(token for token in given if not token.lstrip("+-").isdigit())
-        raise ParameterError("logit_bias", f"has the key {quoted(wrong)}, but keys are token ids") from None
-    except OverflowError:
-        raise ParameterError("logit_bias", "has a number that is too large") from None
+    found = {}
+    for token, bias in given.items():
+        try:
+            found[int(token)] = float(bias)
+        except ValueError:
+            raise ParameterError("logit_bias", f"has the key {quoted(token)}, but keys are token ids") from None
+        except OverflowError:
+            raise ParameterError("logit_bias", "has a number that is too large") from None
+    return found
 
 
 def _depth(body: Common) -> int | None:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, Field
 
@@ -140,6 +140,12 @@ async def health(request: Request) -> Response:
     more = {**({"drafting": "paused"} if is_paused else {}), **({"broken_heads": broken} if broken else {})}
     own = {"fingerprint": models.loaded[0].fingerprint} if state.replica is not None else {}
     return JSONResponse({"status": "ok", **more, **own})
+
+
+@router.get("/", include_in_schema=False)
+async def root() -> Response:
+    """200 without web pages: `ollama` asks for it before each command."""
+    return PlainTextResponse("headstart is running")
 
 
 @router.get("/ping")

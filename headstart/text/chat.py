@@ -174,6 +174,13 @@ class ChatTemplate:
         messages = self._fitting([{"role": "developer", "content": PROBE}, {"role": "user", "content": "Hi"}])
         return any("developer" in source for source in self.sources.values()) and self._shows(messages, [PROBE])
 
+    @cached_property
+    def takes_late_system(self) -> bool:
+        """Whether the template writes a system message after other messages."""
+        roles = {"system": "Be brief.", "user": "Hi"}
+        messages = [{"role": role, "content": content} for role, content in roles.items()]
+        return self._shows(self._fitting([*messages, {"role": "system", "content": PROBE}]), [PROBE])
+
     @property
     def writes_calls(self) -> bool:
         """Whether the template writes tool calls and their results."""

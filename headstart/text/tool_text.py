@@ -1,4 +1,5 @@
-"""Tools for chat templates without tools: functions, calls and results become texts, in Hermes' format.
+"""Messages for chat templates that know fewer kinds of them: tools become texts, in Hermes' format, and later system
+messages become texts of the user.
 
 Such templates may take one system message, and then user and assistant in turns.
 """
@@ -9,6 +10,7 @@ from typing import Any
 
 from headstart.text.grammar_spec import CALL_PREFIX, CALL_SUFFIX
 
+_SYSTEM = ("system", "developer")
 _CALL = f'{CALL_PREFIX}{{"name": %s, "arguments": %s}}{CALL_SUFFIX}'
 
 
@@ -18,7 +20,7 @@ def with_functions(messages: Seq[dict[str, Any]], tools: Seq[Mapping[str, Any]])
     call = _CALL % ("<function-name>", "<args-json-object>")
     text = f"You may call these functions:\n<tools>\n{listed}\n</tools>\nTo call one, answer with:\n{call}"
     first = messages[0]
-    if first["role"] in ("system", "developer"):
+    if first["role"] in _SYSTEM:
         return [first | {"content": _joined(first["content"], "\n\n", text)}, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]
 
@@ -38,6 +40,29 @@ def with_plain_calls(messages: Seq[dict[str, Any]]) -> list[dict[str, Any]]:
         if follows_result and role == "user":
             content = _joined(found.pop()["content"], "\n", content)
         follows_result = role == "user" and (follows_result or message["role"] == "tool")
+        found.append(message | {"role": role, "content": content})
+    return found
+
+
+def with_one_system(messages: Seq[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with instructions (system or developer) in the first message only.
+
+    Instructions right after it are appended to it. Later ones become texts of the user, not of the first message: a
+    changed first message would leave no cached prefix.
+    """
+    found: list[dict[str, Any]] = []
+    follows_reminder = False
+    for message in messages:
+        role, content = message["role"], message["content"]
+        is_reminder = role in _SYSTEM and bool(found)
+        if is_reminder and len(found) == 1 and found[0]["role"] in _SYSTEM:
+            found[0] = found[0] | {"content": _joined(found[0]["content"], "\n\n", content)}
+            continue
+        if is_reminder:
+            role, content = "user", _joined("<system-reminder>\n", content, "\n</system-reminder>")
+        if role == "user" and (is_reminder or follows_reminder) and found[-1]["role"] == "user":
+            content = _joined(found.pop()["content"], "\n", content)
+        follows_reminder = is_reminder
         found.append(message | {"role": role, "content": content})
     return found
 

@@ -184,6 +184,15 @@ def server(tmp_path: Path) -> Iterator[LlmServer]:
         yield found
 
 
+def test_root_without_web_pages_needs_no_key(tmp_path: Path) -> None:
+    """`ollama` asks for it before each command."""
+    (tmp_path / "keys.toml").write_text(KEYS)
+    llm = LLM(support.headed_model("llama"), CONFIG)
+    with serve_llm(llm, api_key_file=tmp_path / "keys.toml", no_web=True) as found:
+        assert found.client.head("/").status_code == 200
+        assert found.client.get("/v1/models").status_code == 401
+
+
 def complete(server: LlmServer, key: str, **more: Any) -> httpx.Response:
     body = {"prompt": [3, 4, 5], "max_tokens": 16, "ignore_eos": True, "seed": 1, **more}
     return server.client.post(TEXT, json=body, headers={"Authorization": f"Bearer {key}"})

@@ -43,6 +43,7 @@ BAD: list[tuple[str, dict[str, Any], int, str]] = [
     (TEXT, {"prompt": "x", "logprobs": 100}, 400, "logprobs"),
     (TEXT, {"prompt": "x", "seed": -(2**63) - 1}, 400, "seed"),
     (TEXT, {"prompt": "x", "logit_bias": {"a": 1}}, 400, "logit_bias"),
+    (TEXT, {"prompt": "x", "logit_bias": {"²": 1}}, 400, "logit_bias"),
     (TEXT, {"prompt": "x", "logit_bias": {"999999": 1}}, 400, "logit_bias"),
     (TEXT, {"prompt": [1], "suffix": "y"}, 400, "token ids"),
     (TEXT, {"prompt": "x", "speculation": {"mode": "fast"}}, 400, "speculation.mode"),

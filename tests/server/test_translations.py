@@ -87,6 +87,18 @@ def test_reasoning_text_and_calls_of_a_turn_become_one_message() -> None:
     assert second == {"role": "tool", "tool_call_id": "1", "content": "12:30"}
 
 
+def test_billing_header_of_claude_code_is_left_out() -> None:
+    system = [{"type": "text", "text": text} for text in ("x-anthropic-billing-header: cch=5e2;", "Be brief.")]
+    body = {"model": "m", "max_tokens": 1, "messages": [{"role": "user", "content": "Hi"}], "system": system}
+    chat = messages.chat_of(messages.MessagesRequest.model_validate(body)).model_dump(exclude_none=True)
+    assert [each["content"] for each in chat["messages"]] == ["Be brief.", "Hi"]
+
+
+def test_empty_lists_of_tool_calls_do_not_reach_the_template() -> None:
+    said = {"messages": [{"role": "assistant", "content": "Hi", "tool_calls": []}]}
+    assert prepare._message(ChatRequest.model_validate(said).messages[0]) == {"role": "assistant", "content": "Hi"}
+
+
 def test_reasoning_effort_none_switches_thinking_off() -> None:
     asked = {"messages": [{"role": "user", "content": "x"}], "reasoning_effort": "none"}
     off = {"reasoning_effort": "none", "enable_thinking": False}

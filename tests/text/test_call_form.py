@@ -72,6 +72,15 @@ def test_developer_messages_are_not_dropped() -> None:
     assert not ChatTemplate("{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}").takes_developer
 
 
+def test_late_system_messages_are_noticed() -> None:
+    every = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
+    assert ChatTemplate(every).takes_late_system
+    check = "{% if m.role == 'system' and not loop.first %}{{ raise_exception('no') }}{% endif %}"
+    assert not ChatTemplate(every.replace("{{ m.role }}", check)).takes_late_system
+    drops = "{{ messages[0].content }}{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    assert not ChatTemplate(drops).takes_late_system
+
+
 def test_functions_have_descriptions_and_parameters() -> None:
     body = {"messages": SESSION, "tools": [{"function": {"name": "look", "description": None}}]}
     [tool] = ChatRequest.model_validate(body).functions

@@ -559,3 +559,11 @@ def test_argument_types_of_a_schema() -> None:
     assert argument_types(TOOLS, "search", "options") == {"object"}
     unknown = (TOOLS, "search", "other"), (TOOLS, "now", "x"), ((), "f", "x")
     assert not any(argument_types(*each) for each in unknown)
+    unusual: dict[str, Any] = {
+        "none": {"type": None}, "choices": {"anyOf": None}, "values": {"enum": None}, "types": {"type": ["null", {}]},
+    }  # fmt: skip
+    for properties in (unusual, [], None):
+        tools = [{"function": {"name": "f", "parameters": {"properties": properties}}}]
+        assert {name: argument_types(tools, "f", name) for name in unusual} == {
+            name: {"null"} if name == "types" and properties else frozenset() for name in unusual
+        }

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from headstart.text.tool_text import with_functions, with_plain_calls
+from headstart.text.tool_text import with_functions, with_one_system, with_plain_calls
 
 CALLS = [{"function": {"name": "look", "arguments": {"at": each}}} for each in ("sky", "sea")]
 TOOLS = [{"type": "function", "function": {"name": "look"}}]
@@ -27,3 +27,23 @@ def test_session_has_one_system_message_and_then_turns_of_user_and_assistant() -
     assert found[5]["content"] == "<tool_response>\ngrey\n</tool_response>"
     assert with_functions(SESSION[1:2], TOOLS)[0]["role"] == "system"
     assert with_plain_calls(SESSION[:2]) == SESSION[:2]
+
+
+def test_later_system_messages_become_texts_of_the_user() -> None:
+    """Claude Code sends system messages within a conversation, Codex a developer message after its instructions."""
+    image = [{"type": "image"}]
+    session = [
+        *({"role": role, "content": content} for role, content in (
+            ("system", "A"), ("developer", "B"), ("user", image), ("system", "C"), ("user", "Go."), ("assistant", "D"),
+            ("system", "E"), ("user", "F"), ("assistant", "G"), ("user", "H"),
+        )),
+    ]  # fmt: skip
+    found = with_one_system(session)
+    assert [each["role"] for each in found] == ["system", *["user", "assistant"] * 2, "user"]
+    assert found[0]["content"] == "A\n\nB"
+    assert "".join(part.get("text", "|") for part in found[1]["content"]) == (
+        "|\n<system-reminder>\nC\n</system-reminder>\nGo."
+    )
+    assert found[3]["content"] == "<system-reminder>\nE\n</system-reminder>\nF"
+    assert with_one_system(session[5:])[1:2] == [{"role": "user", "content": found[3]["content"]}]
+    assert with_one_system(SESSION) == SESSION

@@ -29,6 +29,8 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "output_format": ((), "use output_config.format"),
 }  # fmt: skip
 """Unsupported member -> values that change nothing, and what to do instead."""
+BILLING_HEADER = "x-anthropic-billing-header"
+"""Beginning of a system block of Claude Code with a hash that differs in each request, so that no prefix is cached."""
 
 
 class ImageSource(schema.Body):
@@ -155,8 +157,11 @@ def chat_of(body: CountRequest) -> schema.ChatRequest:
 
 
 def _messages(body: CountRequest) -> Iterator[Json]:
-    if body.system:
-        yield {"role": "system", "content": _text(body.system, "system")}
+    system = body.system
+    if isinstance(system, list):
+        system = [part for part in system if not (part.text or "").startswith(BILLING_HEADER)]
+    if system:
+        yield {"role": "system", "content": _text(system, "system")}
     for number, turn in enumerate(body.messages):
         place = f"messages.{number}.content"
         if isinstance(turn.content, str):

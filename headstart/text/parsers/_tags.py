@@ -92,22 +92,23 @@ def argument_types(tools: Sequence[Mapping[str, Any]], function: str, argument: 
         definition = tool.get("function", {})
         if definition.get("name") == function:
             root = definition.get("parameters") or {}
-            return _types((root.get("properties") or {}).get(argument), root, depth=8)
+            properties = root.get("properties")
+            return _types(properties.get(argument), root, depth=8) if isinstance(properties, Mapping) else frozenset()
     return frozenset()
 
 
 def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
     if not isinstance(schema, Mapping) or not depth:
         return frozenset()
-    if "type" in schema:
-        named = schema["type"]
-        return frozenset([named] if isinstance(named, str) else named)
+    named = schema.get("type")
+    if isinstance(named, str | list):
+        return frozenset(each for each in ([named] if isinstance(named, str) else named) if isinstance(each, str))
     if "$ref" in schema:
         return _types(_resolve(schema["$ref"], root), root, depth - 1)
-    choices = [part for word in ("anyOf", "oneOf", "allOf") for part in schema.get(word, ())]
+    choices = [part for word in ("anyOf", "oneOf", "allOf") for part in schema.get(word) or ()]
     if choices:
         return frozenset[str]().union(*(_types(part, root, depth - 1) for part in choices))
-    values = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
     return frozenset(_PYTHON.get(type(value), "null") for value in values)
 
 
