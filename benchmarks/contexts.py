@@ -14,8 +14,8 @@ in alternating order while the others are stopped; ratios are taken within a rou
 `--accuracy` scores texts (a JSON string per line) with each KV cache type: divergence of next-token distributions from
 those with bfloat16, and log-likelihood of the text.
 
-`of the limit`: the minimum time of a token (bytes of weights and KV over the read bandwidth that `headstart doctor`
-measures) as a share of its measured time. Memory: peak resident size.
+`of the limit`: the minimum time of a token (bytes of weights and KV over the read bandwidth that `headstart bench
+step` measures) as a share of its measured time. Memory: peak resident size.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """docs/demo.svg: the answer to one prompt with its drafted tokens in colour, and the demo's speeds.
 
-    python benchmarks/picture.py --machine "2 cores of an Intel Xeon"    # decode the prompt, record the tokens of each
-    pass python benchmarks/results.py                                         # draw it from docs/results.json
+    python benchmarks/picture.py --machine "2 cores of an Intel Xeon"    # record the tokens of each pass
+    python benchmarks/results.py                                         # draw them from docs/results.json
 
 The depth is fixed, so that passes and tokens are equal on all machines."""
 

@@ -216,15 +216,12 @@ def main() -> int:
     if asked.take:
         take(results, asked.take[0], Path(asked.take[1]), asked.machine)
         RESULTS.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", "utf-8")
-    stale = [
-        path
-        for path, text in expected_documents(results).items()
-        if not path.exists() or path.read_text("utf-8") != text
-    ]
+    expected = expected_documents(results)
+    stale = [path for path, text in expected.items() if not path.exists() or path.read_text("utf-8") != text]
     for path in stale:
         print(f"{'differs' if asked.check else 'written'}: {path.relative_to(ROOT)}")
         if not asked.check:
-            path.write_text(expected_documents(results)[path], "utf-8")
+            path.write_text(expected[path], "utf-8")
     return int(asked.check and bool(stale))
 
 

@@ -380,7 +380,7 @@ _METHODS = {"suffix": "ngram", "ngram_gpu": "ngram", "dflash": "block", "dspark"
 
 def read_count(name: str, value: str | int | bool) -> int:
     """The value as a number. Raises UsageError unless it is a whole number above 0."""
-    if not str(value).isdigit() or int(value) < 1:
+    if not str(value).isdecimal() or int(value) < 1:
         raise UsageError(f"{name} is {value}, but must be a number above 0")
     return int(value)
 

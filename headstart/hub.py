@@ -14,7 +14,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
@@ -102,6 +102,12 @@ def save_record(path: Path, document: Mapping[str, Any]) -> None:
     write_atomic(path, json.dumps(document, indent=1, default=str))
 
 
+def keep_record(path: Path, document: Mapping[str, Any]) -> None:
+    """Write a cached measurement, where the cache is writable; else it is measured again the next time."""
+    with suppress(OSError):
+        save_record(path, document)
+
+
 def builtin_names() -> list[str]:
     """Models known by name: downloaded ones and those in the package."""
     return [*BUILTIN, *sorted(path.parent.name for path in CHECKPOINTS.glob("*/config.json"))]
@@ -154,6 +160,12 @@ def resolve_head(name: str) -> Path:
     """The path of a head by name; a repo may hold the head as a pickle (formats/pickled.py)."""
     repo = repo_of(name)
     return resolve(name) if repo is None or repo.file else _snapshot(repo, (*_MODEL_FILES, *HEAD_PICKLES))
+
+
+def head_path(name: str) -> Path:
+    """The path of `--head`: an existing path, a built-in alias, or a Hub repo."""
+    path = user_path(name)
+    return path if path.exists() or not (is_builtin(name) or is_repo(name)) else resolve_head(name)
 
 
 def pull(name: str | None = None) -> Path:

@@ -232,7 +232,7 @@ class ServingOptions(LoadTestOptions):
 
 def number_or_word(text: str) -> int | str:
     """A whole number where the text is one, else the text; EngineConfig refuses unknown words."""
-    return int(text) if text.lstrip("-").isdigit() else text
+    return int(text) if text.removeprefix("-").isdecimal() else text
 
 
 def with_adapted(model: str | None, config: EngineConfig) -> EngineConfig:

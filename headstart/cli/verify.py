@@ -129,7 +129,7 @@ def _check(case: CaseOptions, levels: LevelOptions, engine: EngineOptions) -> No
         raise UsageError(what, "write the smaller model first: headstart export --slice")
     used = {"temperatures", "seeds"} if case.transcript else set[str]()
     is_file = case.against not in (None, "transformers")
-    if (is_file or case.transcript) and (unused := sorted(levels.chosen().keys() - used)):
+    if (case.numerics or case.against or case.transcript) and (unused := sorted(levels.chosen().keys() - used)):
         raise UsageError(f"{flag_of(unused[0])} has no meaning with {given[0]}", LEAVE_OUT)
     if is_file and case.prompts:
         raise UsageError("--prompts has no meaning with --against FILE: the prompts are in it", LEAVE_OUT)

@@ -264,7 +264,7 @@ class _Rewriter:
         key, kind = SPECULATIVE_KEYS[flag]
         if (key, value) == ("model", "[ngram]"):
             key, value = "method", "ngram"
-        if kind is int and not value.isdigit():
+        if kind is int and not value.isdecimal():
             raise UsageError(f"{flag} is {value!r}, which is not a number", "for example 3")
         self.speculative[key] = kind(value)
 

@@ -6,12 +6,10 @@ from typing import Self
 
 from headstart import registry
 from headstart.core import Draft, Sequence
-from headstart.drafters.base import Drafter, DraftRequest, EarlyDraftRequest, TargetModel
+from headstart.drafters.base import Drafter, DraftRequest, EarlyDraftRequest, TargetModel, no_head
 from headstart.drafters.ngram import NgramDrafter
-from headstart.errors import UsageError
 from headstart.heads.kind import head_kind
 from headstart.kernels.draft_loop import PendingSample
-from headstart.wording import option
 
 
 class MixedDrafter(Drafter):
@@ -30,10 +28,7 @@ class MixedDrafter(Drafter):
     @classmethod
     def attach(cls, target: TargetModel) -> Self:
         if target.head is None:
-            raise UsageError(
-                "drafter mixed needs a head, but the model has none",
-                "use " + option("drafter", "ngram") + ", or " + option("head", "DIR"),
-            )
+            raise no_head()
         head: type[Drafter] = registry.find("drafters", head_kind(target.head.spec.kind).drafter).DRAFTER
         return cls(NgramDrafter.attach(target), head.attach(target))
 

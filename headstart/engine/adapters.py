@@ -78,6 +78,20 @@ class Adapters:
     def add(self, name: str, fitted: FittedAdapter, in_use: Iterable[int], *, replace: bool = False) -> Adapter:
         """Makes an adapter available. in_use: slots of running requests. replace: it may take the name of a loaded
         adapter. Raises UsageError for an empty name, and for a name in use."""
+        adapter = self._hold(name, fitted, in_use, replace=replace)
+        self._install()
+        self.loaded = {**self.loaded, name: adapter}
+        return adapter
+
+    def add_all(self, paths: Iterable[tuple[str, str]]) -> None:
+        """Makes the adapters of (name, path) pairs available. Raises as `fit` and `add` do."""
+        for name, path in paths:
+            self.loaded = {**self.loaded, name: self._hold(name, self.fit(Path(path)), ())}
+        if self._fitted:
+            self._install()
+
+    def _hold(self, name: str, fitted: FittedAdapter, in_use: Iterable[int], *, replace: bool = False) -> Adapter:
+        """`add`, before the trunk's programs have the factors."""
         if not isinstance(name, str) or not name.strip():
             raise UsageError(f"the adapter's name is {name!r}", "give a text")
         if name in self.loaded and not replace:
@@ -85,10 +99,7 @@ class Adapters:
         self._drop_unused(name, in_use)
         slot = next(slot for slot in range(len(self._fitted) + 1) if slot not in self._fitted)
         self._fitted[slot] = fitted
-        self._install()
-        adapter = Adapter(name, slot, fitted.file.digest, str(fitted.file.path))
-        self.loaded = {**self.loaded, name: adapter}
-        return adapter
+        return Adapter(name, slot, fitted.file.digest, str(fitted.file.path))
 
     def remove(self, name: str, in_use: Iterable[int]) -> None:
         """Makes an adapter unavailable to new requests. Running requests still use it. Raises UsageError for an unknown

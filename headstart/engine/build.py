@@ -81,10 +81,9 @@ def build_engine(model: Model, config: EngineConfig, max_bytes: int | None = Non
     runner.allocate(trunk, memory, num_slots=num_slots)
     model.backend.loaded()
     memory.spill = open_spill(runner, memory, model, config)
-    engine = Engine(runner, memory, drafter, Adapters(model, runner), config, max_length)
+    engine = Engine(runner, memory, drafter, Adapters(replace(model, head=None), runner), config, max_length)
     engine.drafting.lookup_corpus = corpus
-    for name, path in config.adapters:
-        engine.adapters.add(name, engine.adapters.fit(Path(path)), ())
+    engine.adapters.add_all(config.adapters)
     if drafter_type and engine.drafting.has_head:
         engine.drafting.num_vocab = num_exact(model, vocabulary)
         if can_sketch(model, config.draft_vocab):
@@ -157,7 +156,7 @@ def _draft_engine(model: Model, config: EngineConfig) -> DraftEngine | None:
     own = replace(
         config, head=None, drafter=whole.head.spec.kind if whole.head else "none", depth=AUTO, rule="exact",
         max_model_len=None, kv_blocks=None, kv_spill=None, synthetic_acceptance=None, depth_by_batch=None,
-        lookup_corpus=None,
+        lookup_corpus=None, lora=None,
     )  # fmt: skip
     return DraftEngine(build_engine(whole, own), frozenset(whole.tokenizer.eos_ids))
 
@@ -337,8 +336,7 @@ def files_digest(files: Iterable[Path]) -> str:
     with suppress(OSError, ValueError, KeyError, TypeError):
         return str(json.loads(record.read_bytes())["digest"])
     digest = content_digest(files)
-    with suppress(OSError):  # works without a writable cache, too
-        hub.save_record(record, {"digest": digest})
+    hub.keep_record(record, {"digest": digest})
     return digest
 
 

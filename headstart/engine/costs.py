@@ -136,7 +136,7 @@ class Costs:
     def record_draft(self, steps: Seq[int], num_uncached: int, seconds: float) -> None:
         """Learns from a draft. Drafts that mostly computed uncached pairs are ignored."""
         expected, first = self.draft_seconds(steps, num_uncached), self.draft_seconds(steps[:1], num_uncached)
-        if not steps or self.catch_up * num_uncached >= expected / 4:
+        if self.catch_up * num_uncached >= expected / 4:
             return
         self.drafts.learn(max(steps), seconds / expected)
         if len(steps) > 1:

@@ -205,9 +205,9 @@ class Drafting:
         """Records the time of a draft, by the number of sequences in each draft step; free drafts do not count."""
         assert self.drafter is not None
         drafts = [request.sequence for request in requests if request.sequence.draft.method == self.method]
-        if not drafts:
-            return
         lengths = [len(sequence.draft.tokens) for sequence in drafts]
+        if not any(lengths):
+            return
         steps = [sum([length > i for length in lengths]) for i in range(max(lengths))]
         if self.drafter.costs_per == "pass":
             steps = steps[:1]

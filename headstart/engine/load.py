@@ -78,19 +78,13 @@ def find_head(trunk: Model, config: EngineConfig) -> Head | None:
     """The head that the config names, else the native one, else the shipped one of the drafter's kind, else the default
     shipped one."""
     if config.head is not None:
-        return attach_head(trunk, _head_path(config.head), config.drafter)
+        return attach_head(trunk, hub.head_path(config.head), config.drafter)
     if config.drafter == DRAFT_MODEL:
         raise no_draft_model()
     if native := native_head(trunk.family, trunk.weights, trunk.config):
         return native
     shipped = choose_head(shipped_heads(trunk.checkpoint), config.drafter)
     return fit_head(trunk, read_head(shipped), shipped) if shipped else None
-
-
-def _head_path(name: str) -> Path:
-    """Path of --head: an existing path, a built-in alias, or a Hub repo."""
-    path = user_path(name)
-    return path if path.exists() or not (hub.is_builtin(name) or hub.is_repo(name)) else hub.resolve_head(name)
 
 
 def attach_head(trunk: Model, path: Path, drafter: str = AUTO) -> Head:
@@ -105,7 +99,7 @@ def attach_head(trunk: Model, path: Path, drafter: str = AUTO) -> Head:
         message = f"{path} is a head of kind {head.spec.kind}, not a whole model"
         raise ModelError(message, "use " + option("drafter", head.spec.kind) + ", or name a smaller model")
     attached = fit_head(trunk, head, path)
-    if head.trunk_fingerprint not in ("", trunk_fingerprint(trunk.weights.tensors)):
+    if head.trunk_fingerprint and head.trunk_fingerprint != trunk_fingerprint(trunk.weights.tensors):
         text = "the head %s was trained on other weights (%s): drafts may be wrong, texts are not; see headstart bench"
         log.warning(text, path, head.trunk)
     return attached

@@ -312,6 +312,7 @@ class Runner:
                 raise ModelError("its KV cache has another shape than the old head", "start the server again")
             for new, old in zip(self.networks, before, strict=True):
                 self._prepare(new, old.pools)
+            self._draft_loops.clear()  # they hold the old networks
         except BaseException:
             self.networks = before
             raise

@@ -70,8 +70,8 @@ def verify_rejection(draft: Draft, target_probs: Any, seed: int, choice: int, po
 
 
 def _uniform(seed: int, position: int, choice: int) -> float:
-    words = philox.numpy_words(np.zeros(1, np.int64), seed, position, choice, philox.ACCEPT)
-    return float(philox.uniform(words, np.float64)[0])
+    """The number in (0, 1) that decides about the drafted token at a position."""
+    return _uniforms(seed, choice, position // BLOCK)[position % BLOCK]
 
 
 def _residual(p: Float64, token: int, q: Float64 | None) -> Float64:
@@ -130,14 +130,14 @@ class SyntheticVerifier:
         """Number of accepted tokens of a draft of `count` tokens."""
         accepted = 0
         for place, probability in zip(range(position, position + count), self._probabilities, strict=False):
-            if uniforms(seed, choice, place // BLOCK)[place % BLOCK] >= probability:
+            if _uniform(seed, place, choice) >= probability:
                 break
             accepted += 1
         return accepted
 
 
 @lru_cache(maxsize=1024)
-def uniforms(seed: int, choice: int, block: int) -> list[float]:
+def _uniforms(seed: int, choice: int, block: int) -> list[float]:
     """Uniform numbers in (0, 1) of the positions block * BLOCK .. (block + 1) * BLOCK - 1."""
     positions = np.arange(block * BLOCK, (block + 1) * BLOCK, dtype=np.int64)
     fixed = [np.array([word], np.int64) for word in (0, choice, philox.ACCEPT)]

@@ -127,8 +127,7 @@ def find_sketch(engine: Engine, model: Model, identity: Mapping[str, Any]) -> Sk
         sketch, benchmark = builder.best(states, check_agreement=engine.synthetic is None)
     except np.linalg.LinAlgError:  # a broken head, which inspect and the server's log report
         return None
-    with contextlib.suppress(OSError):  # works without a writable cache, too
-        hub.save_record(path, {"found": asdict(benchmark), "of": known})
+    hub.keep_record(path, {"found": asdict(benchmark), "of": known})
     return sketch
 
 

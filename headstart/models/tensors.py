@@ -108,8 +108,10 @@ class _Tower(NamedTuple):
 def _own_tower(checkpoint: Checkpoint, family: Family) -> _Tower:
     if (vision := family.vision) is None:
         raise _not_supported(checkpoint.config.get("model_type"))
-    read = readable(checkpoint.tensors, checkpoint.config)
-    named = ((vision.names.canonical(name), tensor) for name, tensor in read.items())
+    canonical = vision.names.canonical
+    own = {name: each for name, each in checkpoint.tensors.items() if (canonical(name) or "").startswith(PREFIX)}
+    read = readable(own, checkpoint.config)
+    named = ((canonical(name), tensor) for name, tensor in read.items())
     tensors = {name: tensor for name, tensor in named if name is not None and name.startswith(PREFIX)}
     if not tensors:
         raise ModelError(f"config.json has a {vision.key}, but no file has its tensors", DOWNLOAD)

@@ -104,7 +104,7 @@ def read(text: str) -> EngineCounters | None:
 
     places: dict[int, float] = defaultdict(float)
     for sample in samples:
-        if names.per_position and sample.name == names.per_position and sample.labels.get("position", "").isdigit():
+        if names.per_position and sample.name == names.per_position and sample.labels.get("position", "").isdecimal():
             places[int(sample.labels["position"])] += sample.value
     gauges = [sample.value for sample in samples if sample.name == names.length]
     busy = [value for value in gauges if value > 0]  # of the workers that have drafted

@@ -49,7 +49,7 @@ class TextPiece:
 def read_tree(folder: Path) -> Iterator[TextPiece]:
     """Pieces of every text file in a folder (or of one file), in path order. Raises UsageError if there is none."""
     if not folder.exists():
-        raise UsageError(f"--text: {folder} does not exist", "give a folder of text or source files")
+        raise UsageError(f"{folder} does not exist", "give a folder of text or source files")
     any_file = False
     for path in [folder] if folder.is_file() else sorted(folder.rglob("*")):
         kind = text_kind(path.relative_to(folder.parent))
@@ -63,7 +63,7 @@ def read_tree(folder: Path) -> Iterator[TextPiece]:
             any_file = True
             yield TextPiece(piece, kind, folder.name)
     if not any_file:
-        raise UsageError(f"--text: {folder} holds no text", f"files end in {' '.join(sorted(PROSE | CODE))}")
+        raise UsageError(f"{folder} holds no text", f"files end in {' '.join(sorted(PROSE | CODE))}")
 
 
 def text_kind(path: Path) -> str | None:

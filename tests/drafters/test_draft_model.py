@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import support
 import torch
+from lora_files import random_adapter
 from support import VOCAB, family_of, make, make_draft_model, prompt_of, request, run, tiny_model, varied_requests
 from tiny_models import write_model
 from transformers import AutoModelForCausalLM
@@ -252,6 +253,8 @@ def test_draft_model_with_other_tokenizer_drafts_by_text(
     assert tokens_of(run(engine, varied_requests(0.8))) == tokens_of(plain)
     own = engine.drafting.drafter._texts._engine
     assert (own.stats.drafted > 0) is (family == "mimo") is (model.head.whole.head is not None)
+    adapted = engine_of(model, "native", lora=(str(random_adapter(trunk, 1)),))
+    assert adapted.adapters.loaded and not adapted.drafting.drafter._texts._engine.adapters.loaded
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support import SMALL, headed_model
+from tiny_models import write_model
 
-from headstart import hub
+from headstart import hub, registry
 from headstart.api import LLM
 from headstart.config import EngineConfig
 from headstart.engine import calibrate
@@ -22,6 +24,17 @@ from headstart.noise import NoiseCheck
 @pytest.fixture
 def engine() -> Engine:
     return LLM(headed_model("mimo"), EngineConfig(**SMALL, depth=3)).engine
+
+
+def test_head_that_drafts_no_token_is_calibrated(tmp_path: Path) -> None:
+    """Of a head whose logits are not finite."""
+    config, arrays = registry.find("models", "mimo").FAMILY.tiny()
+    broken = {name: array * np.nan if "mtp_layers" in name else array for name, array in arrays.items()}
+    found = [
+        LLM(str(write_model(tmp_path / name, config, each)), EngineConfig(**SMALL, depth="auto")).generate(["the"])[0]
+        for name, each in {"whole": arrays, "broken": broken}.items()
+    ]
+    assert found[0].token_ids == found[1].token_ids
 
 
 class SimulatedClock:

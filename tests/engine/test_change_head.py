@@ -1,5 +1,7 @@
 """Changing the head of a running engine: texts and the prefix cache are kept, a failed change has no effect."""
 
+import gc
+import weakref
 from dataclasses import replace
 from itertools import count
 from typing import Any
@@ -54,6 +56,16 @@ def test_new_head_reaches_its_own_acceptance() -> None:
     changed.reset_stats()
     texts(changed, [replace(request, request_id="again")], {}, config)
     assert changed.stats.accepted >= 0.95 * alone.stats.accepted
+
+
+def test_replaced_head_is_freed() -> None:
+    model = support.headed_model("llama")
+    engine, config = support.make(model, **CONFIG), EngineConfig(**CONFIG)
+    texts(engine, [support.request([3, 4, 5], max_tokens=9, stops=())], {}, config)
+    before = weakref.ref(engine.runner.networks[0].network)
+    change_head(engine, replace(model, head=support.make_head(model, seed=5)), config)
+    gc.collect()
+    assert before() is None
 
 
 def test_mismatched_head_is_refused_without_effect() -> None:

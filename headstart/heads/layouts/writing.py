@@ -68,7 +68,7 @@ def as_speculators(head: HeadCheckpoint, arrays: Arrays) -> Written:
     ):
         if wrong:
             raise ModelError(f"speculators has no place for {what}", "--to vllm-dflash or vllm-dspark may have")
-    causal = all(map(block.is_causal, range(block.num_layers)))
+    causal = block.all_causal
     inner = _transformer(head)
     if causal and not any(block.windows):
         inner |= {"layer_types": [SLIDING] * block.num_layers, "use_sliding_window": True}

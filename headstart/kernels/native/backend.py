@@ -113,7 +113,7 @@ class NativeBackend:
 
     def weight(self, tensor: RawTensor, *, drafts: bool = False, precise: bool = False) -> Matrix | Float32:
         """A float32 vector or a packed matrix. Draft-only weights become int4: half of int8's time for 1 % of the
-        acceptance length (docs/LOG.md)."""
+        acceptance length (docs/log)."""
         if len(tensor.shape) == 1:
             return np.array(tensor.float32(), np.float32)
         quantization = None if precise else self.quantization or ("int4" if drafts else None)

@@ -42,7 +42,7 @@ CONTEXT = MAX_TOKENS // 4  # tokens before each piece of a long text
 MAX_HELD_OUT, GENERAL_PROMPTS, GENERAL_SEED, GENERAL_ANSWER = 256, 24, 77, 64
 LEARNED_SHARE = 0.6
 """Position of the saved weights between the head in use (0) and the trained one (1): an interpolated head drafts the
-user's texts equally well, and other texts better (Wortsman 2022; docs/LOG.md)."""
+user's texts equally well, and other texts better (Wortsman 2022; docs/log)."""
 INTERRUPTED = (
     "the head in use is unchanged; the same command continues, headstart adapt --forget removes the unfinished head"
 )

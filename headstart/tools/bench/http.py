@@ -15,7 +15,16 @@ import numpy as np
 from headstart.errors import UsageError
 from headstart.tools import client
 from headstart.tools.bench.document import DraftCounts
-from headstart.tools.bench.measure import AUTO, OFF, SERVER, AnswerSample, Notify, RequestLoad, RunOutcome
+from headstart.tools.bench.measure import (
+    AUTO,
+    OFF,
+    SERVER,
+    AnswerSample,
+    Notify,
+    RequestLoad,
+    RunOutcome,
+    check_mode,
+)
 from headstart.tools.bench.workloads import Task
 from headstart.tools.engine_metrics import EngineCounters
 
@@ -101,8 +110,9 @@ class HttpTarget:
             raise UsageError(f"--modes has {mode!r}, but {self._server} is not headstart's: its mode is fixed", hint)
         if mode in (OFF, AUTO):
             return self._server, {"speculation": {"mode": mode}}
-        if not mode.isdigit() or int(mode) < 1:
-            raise UsageError(f"--modes has {mode!r}, which is unknown", "modes are off, auto and depths such as 3")
+        check_mode(mode)
+        if not int(mode):
+            raise UsageError("--modes has '0': the depth of a request is at least 1", f"use {OFF}")
         return self._server, {"speculation": {"mode": AUTO, "depth": int(mode)}}
 
 

@@ -158,7 +158,7 @@ def rows_of(cells: Seq[BenchCell], *, price_per_hour: float | None = None) -> li
 
 def mode_order(mode: str) -> tuple[int, int, str]:
     """Sort key of modes: "off", then depths, then the others."""
-    return (0, 0, mode) if mode == OFF else (1, int(mode), mode) if mode.isdigit() else (2, 0, mode)
+    return (0, 0, mode) if mode == OFF else (1, int(mode), mode) if mode.isdecimal() else (2, 0, mode)
 
 
 def _row(cells: list[BenchCell], off: list[BenchCell], price_per_hour: float | None) -> BenchRow:

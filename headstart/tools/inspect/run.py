@@ -67,9 +67,10 @@ def run(options: InspectOptions, progress: Progress = no_progress) -> Report:
         checkpoint = _opened(name, progress)
         data = describe(checkpoint, target)
         data["here"] = None if data["drafter"] else runs_here(checkpoint)
-    shipped = None if data["drafter"] else choose_head(shipped_heads(checkpoint))
-    head = options.head or (str(shipped) if shipped else None)
-    data["attached_head"] = describe_head(Path(head), checkpoint) if head else None
+    head = options.head
+    if not head and not data["drafter"] and (shipped := choose_head(shipped_heads(checkpoint))):
+        head = str(shipped)
+    data["attached_head"] = describe_head(hub.head_path(head), checkpoint) if head else None
     if head and data["heads"]["verdict"] == "none":
         data["heads"] |= {"reason": f"{data['heads']['reason']}; a head of its own is attached", "fix": ""}
     data["deep"] = _deep(options, head, data, progress) if options.deep else None

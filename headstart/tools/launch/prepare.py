@@ -120,7 +120,7 @@ def _plan(
 ) -> tuple[LaunchSpec, LaunchPlan, list[str]]:  # fmt: skip
     """Plans one server, or several behind a router. Returns the completed spec, the plan and notes about memory."""
     context, users = (
-        int(str(value)) if str(value := options.settings.get(name)).isdigit() else None
+        int(str(value)) if str(value := options.settings.get(name)).isdecimal() else None
         for name in ("max_model_len", "max_num_seqs")
     )
     cache = CacheRequest(context=context, users=users, kv=options.settings.get("kv_cache_dtype"))

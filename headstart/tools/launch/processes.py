@@ -7,7 +7,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -201,7 +201,5 @@ def start(
 
 def check_port_is_free(port: int, host: str) -> None:
     """Raises UsageError if the port is in use: answers of that program would be mistaken for the engine's."""
-    with socket.socket() as tried:
-        tried.settimeout(2)
-        if tried.connect_ex((host, port)) == 0:
-            raise UsageError(f"--port {port} is in use on {host}", "choose another one")
+    with suppress(OSError), socket.create_connection((host, port), timeout=2):
+        raise UsageError(f"--port {port} is in use on {host}", "choose another one")

@@ -87,8 +87,9 @@ class LaunchSpec(LaunchRequest):
 
     @property
     def device_environment(self) -> dict[str, str]:
-        """The environment variable that selects this server's devices; empty: all devices of the node."""
-        if not self.placement.devices:
+        """The environment variable that selects this server's devices; empty: all devices of the node, or a platform
+        without such a variable."""
+        if not self.placement.devices or self.platform not in VISIBLE:
             return {}
         return {VISIBLE[self.platform]: ",".join(map(str, self.placement.devices))}
 

@@ -65,8 +65,7 @@ def measured_machine(
         if noise.is_disturbed:
             note = f"{noise.reason}; these rates are too low and were not kept: measure again on an idle machine"
             return calibrate(shape.with_notes(note), measured)
-        with suppress(OSError):  # a folder that cannot be written only means measuring again
-            hub.save_record(path, measured)
+        hub.keep_record(path, measured)
     return calibrate(shape, measured)
 
 

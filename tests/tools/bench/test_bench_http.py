@@ -203,6 +203,12 @@ def test_modes_set_the_speculation_field_of_headstart(mode: str, field_: dict[st
         assert fake.chat_requests[-1]["speculation"] == field_
 
 
+@pytest.mark.parametrize("mode", ["0", "\u00b2", "deep"])
+def test_wrong_modes_of_headstart_are_refused(mode: str) -> None:
+    with running(FakeServer(owner="headstart")) as fake, pytest.raises(UsageError, match="--modes has"):
+        measure(target_of(fake), TASKS, mode, RequestLoad(concurrency=1), num_requests=1)
+
+
 def test_mode_off_uses_the_second_server() -> None:
     with running(FakeServer()) as fake, running(FakeServer()) as plain:
         with pytest.raises(UsageError, match="is not headstart's"):

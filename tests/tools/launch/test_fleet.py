@@ -150,6 +150,8 @@ def test_llamacpp_replicas_are_behind_a_router(tmp_path: Path) -> None:
     assert [after(step, "--cpu-mask") for step in servers] == ["3", "30"]
     assert [after(step, "--threads") for step in servers] == ["2", "2"]
     assert "--worker-urls http://127.0.0.1:8001 http://127.0.0.1:8002 --policy cache_aware" in " ".join(router.words)
+    *servers, _ = plan_launch(small_gguf(tmp_path), "llamacpp", gpus="m4x2", dp=2).serve
+    assert len(servers) == 2 and not any(step.environment for step in servers)  # Apple's GPUs have no such variable
     *servers, _ = plan_launch(small_gguf(tmp_path), "llamacpp", gpus="h100x2", dp=2).serve
     assert [step.environment for step in servers] == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "1"}]
 

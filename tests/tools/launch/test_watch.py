@@ -152,3 +152,5 @@ def test_port_in_use_is_refused(tmp_path: Path) -> None:
     wrong = pytest.raises(UsageError, match=r"is in use on 127\.0\.0\.1")
     with socket.create_server(("127.0.0.1", 0)) as taken, wrong:
         check_port_is_free(taken.getsockname()[1], "127.0.0.1")
+    check_port_is_free(1, "::1")
+    check_port_is_free(1, "no-such-host.invalid")

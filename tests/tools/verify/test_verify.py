@@ -194,6 +194,8 @@ def test_unverifiable_models_are_refused_before_work(folder: Path, tmp_path: Pat
     (["--threads", "1", "--thread-counts", "1,2"], "--threads and --thread-counts are both given"),
     (["--numerics", "--against", "transformers"], "--numerics and --against are both given"),
     (["--numerics", "--full"], "--numerics and --full are both given"),
+    (["--numerics", "--depths", "1,3"], "--depths has no meaning with --numerics"),
+    (["--against", "transformers", "--temperatures", "0.7"], "--temperatures has no meaning with --against"),
     (["--preemption", "maybe"], "--preemption is 'maybe', which is not a list of such values"),
     (["--depth", "3"], "verify varies --depth"),
     *((["--" + name, "0,1"], f"--{name} is '0,1', but must be at least 1")

@@ -148,7 +148,7 @@ def _complete_tree(line: CommandLine) -> None:
 
 
 def _number(word: ArgumentWord | None) -> int | None:
-    return int(word.value) if word and (word.value or "").isdigit() else None  # type: ignore[arg-type]
+    return int(word.value) if word and (word.value or "").isdecimal() else None  # type: ignore[arg-type]
 
 
 LAUNCHER = Sglang()

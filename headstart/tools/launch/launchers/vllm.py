@@ -156,7 +156,7 @@ class Vllm(EngineLauncher, data="vllm.json"):
 def _cpu_cache_gb(server: ServerBuilder) -> int:
     """Returns GiB for the KV cache on a CPU: one sequence of --max-model-len, but at least MIN_CPU_CACHE_GB."""
     length, sized = server.spec.settings.get("max_model_len"), server.facts.sized
-    if sized is None or not str(length or "").isdigit():
+    if sized is None or not str(length or "").isdecimal():
         return MIN_CPU_CACHE_GB
     return max(MIN_CPU_CACHE_GB, ceil(1.1 * cache_bytes(sized, Split(device=0.0), int(str(length))) / 2**30))
 
