@@ -289,8 +289,6 @@ def supervise_replicas(replicas: ReplicaOptions, config: EngineConfig, serving: 
         set_up_logs(serving["log_format"])
         return supervise(
             SupervisorSettings(
-                host=serving["host"],
-                port=serving["port"],
                 words=tuple(sys.argv[1:]),
                 shares=shares,
                 cache_bytes=int(machine.memory().available * MEMORY_SHARE) // len(shares),

@@ -18,8 +18,8 @@ from headstart.server.replicas.group import ReplicaId
 from headstart.server.replicas.metrics import OWN_HEADER
 
 log = logging.getLogger("headstart.access")
-OPEN_PATHS = frozenset({"/", "/health", "/ping", "/ready", "/replicas"})
-"""Paths that need no API key: health checks and `ollama` send none, and the router forwards none."""
+OPEN_PATHS = frozenset({"/health", "/ping", "/ready", "/replicas"})
+"""Paths that need no API key: health checks send none, and the router forwards none."""
 REQUEST_ID = "X-Request-Id"
 OWNER = "headstart.owner"  # key in an ASGI scope: name of the account of the request's API key
 _ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -74,6 +74,11 @@ class NormalizedPaths:
         await self.app(scope, receive, send)
 
 
+def _is_open(scope: Scope) -> bool:
+    """Whether a request needs no API key; `ollama` sends none with its `HEAD /`."""
+    return scope["path"] in OPEN_PATHS or (scope["path"], scope["method"]) == ("/", "GET")
+
+
 class ApiKeyGuard:
     """Answers 401 to requests without a valid API key. The key is a bearer token, or in `x-api-key` as Anthropic's
     clients send it. Other replicas of the group may read /metrics with the group's token."""
@@ -83,7 +88,7 @@ class ApiKeyGuard:
         self._token = replica.token.encode() if replica is not None else b""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS and not self._is_replica(scope):
+        if scope["type"] == "http" and not _is_open(scope) and not self._is_replica(scope):
             account = self.accounts.find(_key_of(dict(scope["headers"])))
             if account is None:
                 body = errors.error_body("the API key is missing or wrong", 401, path=scope["path"])

@@ -209,7 +209,11 @@ def _encode_messages(
     llm: LLM, formats: OutputFormats, body: ChatRequest | TokenizeRequest, messages: list[dict[str, Any]]
 ) -> tuple[list[int], str]:
     """Token ids and text of the rendered chat template."""
-    tools, add_special = body.functions, isinstance(body, ChatRequest) and body.add_special_tokens
+    tools = body.functions
+    # of a TokenizeRequest the default is true, for texts
+    add_special = body.add_special_tokens and (
+        isinstance(body, ChatRequest) or "add_special_tokens" in body.model_fields_set
+    )
     is_set = "add_generation_prompt" in body.model_fields_set
     if body.continue_final_message and body.add_generation_prompt and is_set:
         what = "continue_final_message and add_generation_prompt exclude each other"

@@ -510,18 +510,22 @@ IGNORED_FIELDS = "X-Ignored-Fields"
 _logged: set[str] = set()
 
 
+def check_refused(extra: Mapping[str, Any], refused: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:
+    """Raises BodyError for a field in `refused` (name -> values that, like null, change nothing; and a hint) with any
+    other value."""
+    for name in extra.keys() & refused.keys():
+        value, (nothing, hint) = extra[name], refused[name]
+        is_bool, takes_bool = isinstance(value, bool), any(isinstance(each, bool) for each in nothing)
+        if value is not None and (value not in nothing or is_bool != takes_bool):
+            raise BodyError(f"{name} is not supported", name, hint)
+
+
 def ignored_fields_header(body: Body) -> dict[str, str]:
     """The header X-Ignored-Fields, with the ignored fields of a body; {} without any. BodyError for refused fields."""
+    extra = body.model_extra or {}
+    check_refused(extra, REFUSED)
     unknown = list(dict.fromkeys([*getattr(body, "_left_out", ()), *body.unknown_members()]))
-    for name, value in (body.model_extra or {}).items():
-        if name in HARMLESS or value is None:
-            continue
-        if name not in REFUSED:
-            unknown.append(name)
-            continue
-        nothing, hint = REFUSED[name]
-        if value not in nothing or (isinstance(value, bool) != any(isinstance(each, bool) for each in nothing)):
-            raise BodyError(f"{name} is not supported", name, hint)
+    unknown += [name for name in extra if extra[name] is not None and name not in HARMLESS | REFUSED.keys()]
     for name in unknown[:20]:
         if name not in _logged and len(_logged) < 1000:
             _logged.add(name)

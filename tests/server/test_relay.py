@@ -167,7 +167,7 @@ def test_abandoned_engine_cannot_write_into_the_stream() -> None:
             while len(client.received) < 2:
                 client.came.clear()
                 await client.came.wait()
-            app.give_up(first, "silent")
+            app.move_requests(first, "silent")
             await asking
             woken.set()
             await ended.wait()
@@ -191,7 +191,7 @@ def test_engine_is_kept_without_a_replacement() -> None:
             client = Client()
             asking = asyncio.create_task(client.ask(app))
             await client.came.wait()
-            app.give_up(only, "renewed")
+            app.move_requests(only, "renewed")
             woken.set()
             await asking
             assert client.body == b"ab" and not app.resumed

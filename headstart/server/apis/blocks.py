@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from headstart.server.body_reader import call_arguments, validate
-from headstart.server.errors import BodyError
 from headstart.server.generation import ChoiceStep, GeneratedChoice, Generation, Json
 from headstart.server.renderer import ResponseRenderer
-from headstart.server.schema import Body, Common
+from headstart.server.schema import Body, Common, check_refused
 from headstart.text.parsers import Arguments, Content, Event, Reasoning, ToolCall
 
 BlockKind = Literal["reasoning", "text", "call"]
@@ -29,9 +28,7 @@ def refuse(body: Body, unsupported: Mapping[str, tuple[tuple[Any, ...], str]], i
     """Remove `ignored` and `unsupported` members of a body. `unsupported`: name -> values that change nothing, and a
     hint. Raises BodyError for an unsupported member with any other value."""
     extra = body.model_extra or {}
-    for name, (nothing, hint) in unsupported.items():
-        if extra.get(name) is not None and extra[name] not in nothing:
-            raise BodyError(f"{name} is not supported", name, hint)
+    check_refused(extra, unsupported)
     for name in (ignored | unsupported.keys()) & extra.keys():
         del extra[name]
 

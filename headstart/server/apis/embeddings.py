@@ -100,7 +100,7 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
 @router.post("/api/embed", responses=OLLAMA_ERRORS, response_model=OllamaEmbeddings)
 async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
     """Embeddings in Ollama's shape. Texts that are too long are truncated, unless `truncate` is false."""
-    begun = time.perf_counter()
+    begun, headers = time.perf_counter(), ignored_fields_header(body)
     served = await pipeline.find_model(request, body.model, keep_alive_of(body))
     vectors, count = await _embed(request, served, body, body.input, cut=body.truncate is not False)
     document = {
@@ -108,15 +108,16 @@ async def embed(body: OllamaEmbedRequest, request: Request) -> Response:
         "total_duration": round((time.perf_counter() - begun) * 1e9), "load_duration": 0, "prompt_eval_count": count,
     }  # fmt: skip
     data = await pipeline.state_of(request).body_reader.pools.run("answer", dump_json, document)
-    return Response(data, media_type="application/json")
+    return Response(data, media_type="application/json", headers=headers)
 
 
 @router.post("/api/embeddings", responses=OLLAMA_ERRORS)
 async def embedding(body: OllamaEmbeddingRequest, request: Request) -> Response:
     """The embedding of one text; Ollama's older endpoint."""
+    headers = ignored_fields_header(body)
     served = await pipeline.find_model(request, body.model, keep_alive_of(body))
     (vector,), _ = await _embed(request, served, body, body.prompt, cut=True)
-    return JSONResponse({"embedding": vector.tolist()})
+    return JSONResponse({"embedding": vector.tolist()}, headers=headers)
 
 
 async def _embed(

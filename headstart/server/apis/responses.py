@@ -45,10 +45,9 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 }
 """Unsupported member -> values that change nothing, and what to do instead."""
 IGNORED = frozenset({
-    "access_programs", "background_options", "image", "max_tool_calls", "metadata", "prompt_cache_options", "include",
-    "stream_options", "store",
+    "access_programs", "background_options", "image", "max_tool_calls", "prompt_cache_options",
 })  # fmt: skip
-"""Ignored members, without effect on the text. `include` asks for output of OpenAI's own tools and for reasoning."""
+"""Ignored members, without effect on the text."""
 LOGPROBS = "message.output_text.logprobs"  # value of `include` that is refused
 
 

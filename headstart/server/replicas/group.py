@@ -54,7 +54,7 @@ class ReplicaGroup:
 
 @dataclass(frozen=True)
 class ReplicaId:
-    """Which replica a process is."""
+    """A replica: the folder of its group, and its number."""
 
     folder: Path  # of the group's file
     number: int

@@ -75,7 +75,7 @@ class Upstream:
     writer: asyncio.StreamWriter
     why: Why = "ended"  # reason if the connection ends before the response
 
-    def give_up(self, why: Why) -> None:
+    def abort(self, why: Why) -> None:
         """Close the connection."""
         self.why = why
         self.writer.transport.abort()
@@ -175,11 +175,11 @@ class Relay:
         self._changed.set()
         self._changed = asyncio.Event()
 
-    def give_up(self, engine: ReplicaEngine, why: Why) -> None:
+    def move_requests(self, engine: ReplicaEngine, why: Why) -> None:
         """Move the requests of an engine to others that can continue them, if there are any."""
         if any(_can_serve(other, engine.fingerprint) for other in self._engines() if other is not engine):
             for upstream in [each for each in self._upstreams if each.engine is engine]:
-                upstream.give_up(why)
+                upstream.abort(why)
 
     def metrics(self) -> str:
         """The relay's counters as Prometheus text."""

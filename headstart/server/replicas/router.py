@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 from urllib.parse import quote, urlsplit
 
 from headstart.errors import UsageError
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("headstart.server")
 PACKAGE, MODULE = "vllm-router", "vllm_router"
-Policy = Literal["cache_aware", "round_robin", "consistent_hash", "power_of_two", "random"]
 RETRIES = 5
 FIRST_PAUSE_MS, MAX_PAUSE_MS = 100, 1000
 MAX_DIFFERENCE = 4
@@ -56,7 +55,6 @@ class RouterProcess:
     port: int
     metrics_port: int  # on this machine's own address only
     origins: tuple[str, ...] = ()  # of web pages that may call; without any, the router would allow all
-    policy: Policy = "cache_aware"
     process: asyncio.subprocess.Process | None = None
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=20))
 
@@ -74,7 +72,7 @@ class RouterProcess:
     def command(self, engines: Seq[str]) -> list[str]:
         """Command line of the process, which listens once all `engines` answer."""
         flags = {
-            "host": self.host, "port": self.port, "policy": self.policy, "log-level": "warning",
+            "host": self.host, "port": self.port, "policy": "cache_aware", "log-level": "warning",
             "prometheus-host": "127.0.0.1", "prometheus-port": self.metrics_port,
             "worker-startup-check-interval": 1, "balance-abs-threshold": MAX_DIFFERENCE,
             "health-check-interval-secs": 5, "health-check-timeout-secs": 10,
@@ -89,13 +87,14 @@ class RouterProcess:
         return [sys.executable, "-m", f"{__package__}.router", *words]
 
     async def start(self, engines: Seq[str]) -> None:
-        """Returns when the router answers. Raises UsageError with its last line when it ends before."""
+        """Start the router and wait until it answers. Raises UsageError, with the last line of output, if the process
+        ends first."""
         self.last_lines.clear()
         self.process = await asyncio.create_subprocess_exec(
             *self.command(engines), stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT, start_new_session=True, limit=2**20, env=child_environment(),
         )  # fmt: skip
-        listening = asyncio.create_task(self._listen(self.process))
+        listening = asyncio.create_task(self._read_output(self.process))
         while not await self._answers():
             if self.process.returncode is not None:
                 await listening
@@ -103,8 +102,8 @@ class RouterProcess:
                 raise UsageError(f"{PACKAGE} ended {describe_exit(self.process.returncode)}: {last[:300]}")
             await asyncio.sleep(0.1)
 
-    async def _listen(self, process: asyncio.subprocess.Process) -> None:
-        """Keeps its last lines. Most are about requests that were sent again."""
+    async def _read_output(self, process: asyncio.subprocess.Process) -> None:
+        """Keep the last lines of the router's output. Most are about requests that were sent again."""
         assert process.stdout is not None
         async for line in process.stdout:
             self.last_lines.append(_COLOURS.sub("", line.decode("utf-8", "replace")).strip())
@@ -222,7 +221,7 @@ class RouterMembership:
         self._task = asyncio.create_task(self._keep_registered())
 
     async def leave(self) -> None:
-        """Have the router send nothing more."""
+        """Deregister this server from the router."""
         if self._task is not None:
             self._task.cancel()
             self._task = None

@@ -25,22 +25,28 @@ from headstart.server.process import listening
 from headstart.server.replicas.group import CpuShare, ReplicaGroup, ReplicaId, ReplicaInfo, ReplicaState
 from headstart.server.replicas.metrics import LOAD_METRICS, OWN_HEADER, total
 from headstart.server.replicas.relay import HOST, Relay, RelayServer
-from headstart.server.replicas.router import RouterMembership, RouterProcess, register, registered, send
+from headstart.server.replicas.router import (
+    CHECK_INTERVAL_S,
+    RouterMembership,
+    RouterProcess,
+    register,
+    registered,
+    send,
+)
 from headstart.system import child_environment, describe_exit, free_port, handle_signals
 
 log = logging.getLogger("headstart.server")
 
 PAUSES = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)  # seconds before a failed engine is started again, longer each time
 STABLE_S = 60.0  # a process that ran for so long is started again at once
-CHECK_INTERVAL_S = 5.0
 HEALTH_INTERVAL_S = 1.0
 SILENCE_S = 5.0  # an engine that does not answer /health for so long gets no requests, and loses those that it has
 MAX_SILENCE_S = 60.0  # after that it is killed
-IDLE_POLL_S = 0.25
-LAST_RESPONSES_S = 10
+IDLE_POLL_S = 0.25  # time between two checks that a replaced engine is idle
+KILL_GRACE_S = 10  # time after --shutdown-timeout before an engine is killed; more than run.LAST_RESPONSES_S
 LOG_INTERVAL_S = 60.0
 ENDED_EARLY = 1  # exit code where an engine was killed before it was ready
-POLL_S = 0.2
+POLL_S = 0.2  # time between two checks that a new engine answers
 HEALTH_TIMEOUT_S = 10.0
 
 
@@ -113,7 +119,7 @@ class ReplicaProcess:
             self.process.kill()
 
     async def end(self, seconds: float) -> None:
-        """Let its requests end within that time."""
+        """Send SIGTERM; kill the process if it still runs after `seconds`."""
         self.state = "leaving"
         with suppress(ProcessLookupError):
             self.process.terminate()
@@ -145,8 +151,6 @@ async def spawn(words: Seq[str], replica: ReplicaId, share: CpuShare, starts: in
 class SupervisorSettings:
     """The replicas to be supervised."""
 
-    host: str
-    port: int
     words: tuple[str, ...]  # command line of `serve`, which replicas get
     shares: tuple[CpuShare, ...]  # one for each replica
     cache_bytes: int  # bytes for the caches of one replica
@@ -260,7 +264,7 @@ class ReplicaSupervisor:
         self.children[number] = child
         self._write()
         self._create_task(self._watch(child))
-        self._create_task(self._listen(child))
+        self._create_task(self._monitor_health(child))
         return child
 
     async def _watch(self, child: ReplicaProcess) -> None:
@@ -302,14 +306,15 @@ class ReplicaSupervisor:
         """Checks that the router knows the relay."""
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)
-            known = await registered(self.router.url)
-            for url in self.relay.urls if known is not None else ():
-                if url not in (known or ()):
+            if (known := await registered(self.router.url)) is None:
+                continue
+            for url in self.relay.urls:
+                if url not in known:
                     log.warning("the router has forgotten %s; it is added again", url)
                     await register(self.router.url, url)
 
-    async def _listen(self, child: ReplicaProcess) -> None:
-        """Takes the requests of an engine to others while it does not answer, and kills it after some time."""
+    async def _monitor_health(self, child: ReplicaProcess) -> None:
+        """Poll /health. Move the requests of a silent engine to others; kill it after MAX_SILENCE_S."""
         silent_s = 0.0
         while child.is_alive and child.state == "ready":
             await asyncio.sleep(HEALTH_INTERVAL_S)
@@ -322,7 +327,7 @@ class ReplicaSupervisor:
                 log.warning("replica %d %s", child.number, "is silent" if child.is_silent else "answers again")
                 self.relay.engines_changed()
             if child.is_silent:
-                self.relay.give_up(child, "silent")
+                self.relay.move_requests(child, "silent")
             if silent_s > MAX_SILENCE_S:
                 log.error("replica %d does not answer for %.0f s; it is killed", child.number, MAX_SILENCE_S)
                 child.kill()
@@ -346,7 +351,7 @@ class ReplicaSupervisor:
                 log.error("replica %d: its successor ended %s; all stay as they are", number, describe_exit(error.code))
                 return
             if new.fingerprint == old.fingerprint:
-                self.relay.give_up(old, "renewed")
+                self.relay.move_requests(old, "renewed")
             self._create_task(self._retire(old))
             log.info("replica %d is renewed: process %d instead of %d", number, new.process.pid, old.process.pid)
 
@@ -359,7 +364,7 @@ class ReplicaSupervisor:
                 logged = time.monotonic()
                 log.info("process %d of replica %d still has requests", old.process.pid, old.number)
             await asyncio.sleep(IDLE_POLL_S)
-        await old.end(self.settings.shutdown_timeout + LAST_RESPONSES_S)
+        await old.end(self.settings.shutdown_timeout + KILL_GRACE_S)
         self.leaving.discard(old)
 
     def stop(self) -> None:
@@ -380,12 +385,12 @@ class ReplicaSupervisor:
         if router is not None and router.returncode is None:
             router.terminate()
             await asyncio.sleep(IDLE_POLL_S)
-        seconds = self.settings.shutdown_timeout + LAST_RESPONSES_S
+        seconds = self.settings.shutdown_timeout + KILL_GRACE_S
         processes = {*self.children.values(), *self.leaving}
         await asyncio.gather(*(child.end(seconds) for child in processes))
         if router is not None and router.returncode is None:
             with suppress(TimeoutError):
-                await asyncio.wait_for(router.wait(), LAST_RESPONSES_S)
+                await asyncio.wait_for(router.wait(), KILL_GRACE_S)
         self._kill()
         for task in self._tasks:
             task.cancel()

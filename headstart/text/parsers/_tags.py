@@ -3,15 +3,13 @@
 import ast
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from headstart.text.parsers.stream import EndOfText, Mismatch, Steps, escape_json
+from headstart.text.parsers.stream import EndOfText, Mismatch, Steps, escape_json, is_json_number
 from headstart.text.parsers.tools import MarkedToolParser
 
 ANY = "any"  # type of an argument that may be any JSON value
-_NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 _WORDS = {"true": "true", "false": "false", "null": "null", "none": "null"}
 _PYTHON = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 
@@ -138,7 +136,7 @@ def _number(value: str, types: frozenset[str]) -> str | None:
     """`value` as a JSON number, or None: as written if that is valid, `5.0` for an integer as 5."""
     if not types & {"integer", "number"}:
         return None
-    if _NUMBER.fullmatch(value) and ("number" in types or value.lstrip("-").isdigit()):
+    if is_json_number(value) and ("number" in types or value.lstrip("-").isdigit()):
         return value
     try:
         number = float(value)

@@ -253,8 +253,12 @@ def word_as_json(word: str) -> str:
     """A constant of JSON or Python, or a number, as JSON; any other word as a JSON string."""
     if word in _CONSTANTS:
         return _CONSTANTS[word]
-    is_number = _NUMBER.fullmatch(word) and math.isfinite(float(word))
-    return word if is_number else json.dumps(word, ensure_ascii=False)
+    return word if is_json_number(word) else json.dumps(word, ensure_ascii=False)
+
+
+def is_json_number(word: str) -> bool:
+    """Whether `word` is a number of JSON that a float can hold."""
+    return bool(_NUMBER.fullmatch(word)) and math.isfinite(float(word))
 
 
 class JsonValueParser(Parser):
