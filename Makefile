@@ -20,7 +20,7 @@ SANITIZED := build/sanitized
 comma := ,
 # All that runs csrc/.
 KERNEL_TESTS := $(filter-out %/test_philox.py %/test_sampling.py,$(wildcard tests/kernels/test_*.py)) tests/contract/test_rollback.py
-# Every room's own tests, the rules, and one slice of what holds across rooms.
+# Tests of each package, the repository rules, and one file of contract/.
 FAST_TESTS := $(wildcard tests/test_*.py) tests/contract/test_exact.py \
   $(filter-out tests/contract/ tests/e2e/ tests/server/ %/__pycache__/,$(wildcard tests/*/))
 # Names the oldest systems that a wheel serves; with the compiler here those are not old. manylinux's images are.
@@ -39,7 +39,7 @@ test: lint ## lint, type check, fetch the default model, run all tests
 	@$(BIN)/headstart pull
 	@$(BIN)/python -m pytest -q -rR -n auto --dist loadfile --durations=25
 
-test-fast: $(STAMP) ## the rooms' own tests but the slow ones, within two minutes on two cores
+test-fast: $(STAMP) ## tests of each package without the slow ones, within two minutes on two cores
 	@$(BIN)/python -m pytest -q -n auto --dist loadfile -m 'not slow' $(FAST_TESTS)
 
 test-arm: $(STAMP) ## the kernels' tests on ARM, cross-compiled and under qemu; not part of the others

@@ -76,9 +76,10 @@ def family_cells(results: Results) -> str:
     return f"{which}, {min(compared for _, compared in counts):,} texts each: differences {different}"
 
 
-def plug_ins(*kinds: registry.KindName) -> str:
-    """Table of the plug-ins of some kinds, each with the first sentence of its docstring."""
-    rows = [[f"`{name}`", summary(registry.find(kind, name))] for kind in kinds for name in registry.available(kind)]
+def plug_ins(kind: registry.KindName) -> str:
+    """Table of the plug-ins of a kind, each with the first sentence of its docstring. Names as options take them."""
+    shown = {name: name.replace("_", "-") if kind == "exports" else name for name in registry.available(kind)}
+    rows = [[f"`{shown[name]}`", summary(registry.find(kind, name))] for name in shown]
     return table(["name", "description"], rows)
 
 
@@ -165,8 +166,10 @@ TEXTS: dict[str, Callable[[Results], str]] = {
     "support-weights": lambda _: plug_ins("quantizations"),
     "support-heads": lambda _: plug_ins("heads"),
     "support-drafters": lambda _: plug_ins("drafters"),
-    "support-parsers": lambda _: plug_ins("tool_formats", "reasoning_formats"),
-    "support-engines": lambda _: plug_ins("launchers", "exports"),
+    "support-tool-formats": lambda _: plug_ins("tool_formats"),
+    "support-reasoning-formats": lambda _: plug_ins("reasoning_formats"),
+    "support-launchers": lambda _: plug_ins("launchers"),
+    "support-exports": lambda _: plug_ins("exports"),
 }
 
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence as Seq
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import quote, urlsplit
 
 from headstart.errors import UsageError
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("headstart.server")
 PACKAGE, MODULE = "vllm-router", "vllm_router"
+Policy = Literal["cache_aware", "round_robin", "consistent_hash", "power_of_two", "random"]
 RETRIES = 5
 FIRST_PAUSE_MS, MAX_PAUSE_MS = 100, 1000
 MAX_DIFFERENCE = 4
@@ -55,6 +56,7 @@ class RouterProcess:
     port: int
     metrics_port: int  # on this machine's own address only
     origins: tuple[str, ...] = ()  # of web pages that may call; without any, the router would allow all
+    policy: Policy = "cache_aware"  # benchmarks/replicas.py compares them
     process: asyncio.subprocess.Process | None = None
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=20))
 
@@ -72,7 +74,7 @@ class RouterProcess:
     def command(self, engines: Seq[str]) -> list[str]:
         """Command line of the process, which listens once all `engines` answer."""
         flags = {
-            "host": self.host, "port": self.port, "policy": "cache_aware", "log-level": "warning",
+            "host": self.host, "port": self.port, "policy": self.policy, "log-level": "warning",
             "prometheus-host": "127.0.0.1", "prometheus-port": self.metrics_port,
             "worker-startup-check-interval": 1, "balance-abs-threshold": MAX_DIFFERENCE,
             "health-check-interval-secs": 5, "health-check-timeout-secs": 10,
