@@ -46,9 +46,9 @@ class Slow(FakeLLM):
         if (word := prompt[-1]["content"]).startswith("SIG"):
             threading.Thread(target=signal_own_thread, args=[getattr(signal, word)]).start()
         print("<" + repr(prompt[-1]["content"]) + ">", flush=True)
-        if "slowly" in prompt[-1]["content"]:
+        if "slowly" in prompt[-1]["content"] or "at length" in prompt[-1]["content"]:
             for word in WORDS[:-1] * 200:
-                time.sleep(0.01)
+                time.sleep(0.01 * ("slowly" in prompt[-1]["content"]))
                 yield TextDelta(word, [0])
         yield from super().stream(prompt, params)
 
@@ -192,7 +192,7 @@ def test_multi_line_input_and_private_history_file(terminal: Terminal, tmp_path:
 @pytest.mark.slow
 def test_answers_wrap_between_words(tmp_path: Path) -> None:
     with open_chat(tmp_path, columns=24) as terminal:
-        terminal.type("slowly, please\r")
+        terminal.type("at length, please\r")
         terminal.wait_for("please'>")
         lines = terminal.wait_for("blue.").split("\r\n")[1:-1]
     assert len(lines) > 50

@@ -93,7 +93,7 @@ def test_errors_with_json_are_one_document(fake_llm: Any, capsys: Capture) -> No
 
 
 def test_engine_errors_name_the_flag(capsys: Capture) -> None:
-    assert main(["generate", "--prompt", "a", "--threads", "1", "--stop-token-id", "999999"]) == 2
+    assert main(["generate", "qwen3_5-tiny", "--prompt", "a", "--threads", "1", "--stop-token-id", "999999"]) == 2
     assert "error: --stop-token-id names token 999999, but ids end at" in capsys.readouterr().err
 
 

@@ -209,6 +209,8 @@ def test_one_conversation_has_the_same_prompt_in_every_api(server: Server) -> No
     assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>' in prompt
     twice = server.post(RESPONSES, **RESPONSE, messages=ASK, max_tokens=9)
     assert set(twice.headers["X-Ignored-Fields"].split(", ")) == {"messages", "max_tokens"}
+    for path, text in (("/api/embed", {"input": "x"}), ("/api/embeddings", {"prompt": "x"})):
+        assert server.post(path, model=MODEL, **text, colour="red").headers["X-Ignored-Fields"] == "colour"
 
 
 @pytest.mark.parametrize("length", [8_300, 100_000])

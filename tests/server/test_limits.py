@@ -81,7 +81,7 @@ def test_large_valid_body_is_parsed() -> None:
 
 
 def test_incomplete_headers_time_out(server: LlmServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "HEADER_SECONDS", 1.0)
+    monkeypatch.setattr(limits, "HEADER_SECONDS", 0.3)
     assert server.exchange(b"") == b""
     assert error_in(server.exchange(b"GET /health HTTP/1.1\r\nHost: "))["code"] == 408
 
@@ -260,8 +260,8 @@ def test_requests_carry_the_owner_of_the_key_and_a_bounded_priority(
     assert priorities == (0, 0, 5)
 
 
-def test_queue_limit_and_timeout() -> None:
-    llm = LLM(None, replace(ENGINE, max_num_seqs=1))
+def test_queue_limit_and_timeout(llm: LLM) -> None:
+    llm = LLM(llm.model, replace(ENGINE, max_num_seqs=1))
     long = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True}
     with serve_llm(llm, max_queue=0) as server:
         assert server.post(TEXT, prompt="x", n=2).status_code == 400  # one sequence at most

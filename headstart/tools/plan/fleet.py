@@ -268,7 +268,7 @@ class FleetPlanner:
 
     def _simulate(self, steps: simulate.StepTime, machines: int, rows: int) -> simulate.SimulationResult:
         engines = min(machines, MAX_ENGINES)
-        arrivals = make_arrivals(self.load, self.load.rate * engines / machines)
+        arrivals = make_arrivals(self.load, self.load.rate * engines / machines, MAX_REQUESTS)
         return simulate.simulate(steps, arrivals, engines=engines, slots=self._slots, rows=rows)
 
     def compare_disaggregated(self, colocated: FleetSize) -> dict[str, Any] | None:
@@ -352,7 +352,7 @@ class FleetPlanner:
         }  # fmt: skip
 
 
-def make_arrivals(load: FleetLoad, rate: float, limit: int = MAX_REQUESTS) -> simulate.Arrivals:
+def make_arrivals(load: FleetLoad, rate: float, limit: int) -> simulate.Arrivals:
     answer_s = load.ttft_s + load.output * load.tpot_s
     count = int(min(max(rate * ANSWERS_PER_RUN * answer_s, MIN_REQUESTS), limit))
     return simulate.poisson_arrivals(rate, load.prompt, load.output, count)

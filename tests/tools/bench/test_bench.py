@@ -212,7 +212,7 @@ def test_measure_counts_requests_tokens_and_drafts(runner: InProcessTarget, mode
     assert (found.output_tokens, found.cached_tokens) == (30, 0) and found.latency.ttft.count == 5
     if mode != "auto":  # auto drafts only where drafting pays
         assert (found.speculation.drafts > 0) == (mode != "off")
-    assert len(found.speculation.per_position) == {"off": 0, "2": 2, "auto": len(found.speculation.per_position)}[mode]
+        assert len(found.speculation.per_position) == {"off": 0, "2": 2}[mode]
 
 
 def test_mode_off_has_no_drafter(runner: InProcessTarget) -> None:
@@ -264,7 +264,7 @@ def test_prompts_beyond_the_context_are_refused_or_fail_alone(runner: InProcessT
     assert (found.requests, found.failed) == (2, 1) and "the context holds 256" in found.errors[0]
 
 
-def test_unchunked_prefill_processes_a_prompt_in_one_pass(headed: str) -> None:
+def test_chunked_prefill_option_reaches_the_scheduler(headed: str) -> None:
     small = replace(TINY, max_num_batched_tokens=16)
     engines = [InProcessTarget(headed, small, chunked_prefill=chunked)._drafting.engine for chunked in (True, False)]
     assert [engine.scheduler.chunks_prompts for engine in engines] == [True, False]

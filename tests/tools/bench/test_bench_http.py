@@ -156,7 +156,6 @@ def test_chunk_boundaries_do_not_change_the_answer(cuts: int) -> None:
 def test_measure_counts_requests_and_tokens() -> None:
     with running(FakeServer()) as fake:
         found = measure(target_of(fake), TASKS, "server", RequestLoad(concurrency=2), num_requests=6)
-        assert fake.num_active["most"] <= 6
     assert (found.complete, found.requests, found.failed) == (True, 6, 0)
     assert (found.prompt_tokens, found.output_tokens) == (42, 30) and found.latency.itl.count == 24
     assert (found.speculation, found.cached_tokens, found.chunked_prefill) == (None, None, None)
