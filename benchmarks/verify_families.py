@@ -44,11 +44,11 @@ from families import in_cuda, in_llama, in_transformers
 from families.results_file import ResultsFile, marked, red
 from families.rows import Row, all_rows
 
-from headstart.config import AUTO, EngineConfig
+from headstart.config import EngineConfig
 from headstart.errors import ModelError
 from headstart.kernels.native import backend
 from headstart.tools.verify import run as verify
-from headstart.tools.verify.options import LONG_LENGTHS, VerifyOptions
+from headstart.tools.verify.options import FULL, VerifyOptions
 
 LENGTHS = (1, 5, 17, 30, 45, 64)
 """Lengths of prompts; the longer ones share a prefix."""
@@ -73,12 +73,12 @@ def cells(row: Row, args: argparse.Namespace, folder: Path) -> Measured:
         prompts=tuple(texts),
         max_tokens=args.max_tokens,
         min_texts=args.cells * len(texts),
-        depths=(0, 1, 2, 3, 4, 5, AUTO),
+        depths=FULL["depths"],
         drafters=(drafts, "ngram", "mixed") if drafts else ("ngram",),
-        batch_sizes=(1, 4, 16),
-        chunk_sizes=(1, 37, 512),
+        batch_sizes=FULL["batch_sizes"],
+        chunk_sizes=FULL["chunk_sizes"],
         thread_counts=tuple(args.threads),
-        long_lengths=LONG_LENGTHS,
+        long_lengths=FULL["long_lengths"],
     )
     begun, shown = time.process_time(), 0.0
 

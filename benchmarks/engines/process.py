@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -14,6 +13,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
+
+from headstart.system import free_port
 
 BENCHMARKS = Path(__file__).parents[1]
 END_SECONDS = 10
@@ -124,9 +125,7 @@ class ServerProcess:
     def __init__(
         self, name: str, command: Sequence[str | Path], log: Path, environment: Mapping[str, str] | None = None
     ) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = int(free.getsockname()[1])
+        self.port = free_port()
         self.name, self.url = name, f"http://127.0.0.1:{self.port}"
         words = [str(word).replace("{port}", str(self.port)) for word in command]
         self.group = ProcessGroup(words, log, environment, piped=False)

@@ -139,7 +139,7 @@ def check_drafting(servers: ServerGroup, spec: LaunchSpec, progress: Progress) -
     counted = []
     for endpoint, then in zip(backends, before, strict=True):
         now = endpoint.metrics()
-        for _ in range(METRICS_READS if spec.depth and spec.role != "prefill" else 0):
+        for _ in range(METRICS_READS if spec.depth_drafted else 0):
             if now is None or (now.is_drafting if then is None else now != then):
                 break
             time.sleep(METRICS_POLL_S)

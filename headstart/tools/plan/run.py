@@ -48,6 +48,9 @@ class Prices:
     hour: Price | None = None  # of one device for an hour
     api: Price | None = None  # of an API for a million output tokens
 
+    def dollars_per_hour(self, devices: int) -> float | None:
+        return None if self.hour is None else self.hour.dollars * devices
+
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(PlanFlags):
@@ -95,8 +98,7 @@ def run(options: PlanOptions, progress: Progress = no_progress) -> Report:
     load = options.load
     data = _document(options, drafting, machine, context, prices)
     if load and data["memory"]["fits"]:
-        hour = None if prices.hour is None else prices.hour.dollars * machine.count
-        data["fleet"] = plan_fleet(load, drafting, machine, hour, progress)
+        data["fleet"] = plan_fleet(load, drafting, machine, prices.dollars_per_hour(machine.count), progress)
         data["assumptions"] += ASSUMPTIONS
     return Report(ok=data["memory"]["fits"], data=data, lines=_lines(data, prices))
 
@@ -160,7 +162,7 @@ def _document(
 ) -> dict[str, Any]:
     model = drafting[0].model
     memory = estimate_memory(model, split_of(machine), context, users=max(options.batches))
-    price = None if prices.hour is None else prices.hour.dollars * machine.count
+    price = prices.dollars_per_hour(machine.count)
     rows = [_row(drafting, machine, context, batch, options.depths, price) for batch in options.batches]
     for row in rows:
         row["fits"] = row["batch"] <= memory.max_batch

@@ -18,7 +18,7 @@ from headstart.core import Float32, Float64, Progress, Report, Request, Sampling
 from headstart.engine.build import build_engine
 from headstart.engine.load import Model, load_model
 from headstart.kernels.backend import ORACLE, select_backend
-from headstart.tools.verify.options import Prompt, VerifyOptions
+from headstart.tools.verify.options import Prompt, VerifyOptions, plain_config
 
 ROWS = 64  # rows per pass, whose logits of both models are in memory at a time
 MIN_AGREEMENT, MAX_KL = 0.90, 0.1  # limits of top-1 agreement (share of rows) and mean KL (nats)
@@ -70,8 +70,8 @@ def _texts(llm: LLM, prompts: Seq[Prompt], options: VerifyOptions, progress: Pro
 class TeacherForcing:
     def __init__(self, model: Model, config: EngineConfig, longest: int) -> None:
         blocks = -(-longest // config.block_size)
-        alone = replace(config, drafter="none", depth=0, max_num_seqs=1, enable_prefix_caching=False)
-        self._engine = build_engine(model, replace(alone, max_model_len=longest, kv_blocks=blocks))
+        alone = replace(plain_config(config), max_model_len=longest, kv_blocks=blocks)
+        self._engine = build_engine(model, alone)
 
     def logits(self, tokens: Seq[int]) -> Iterator[Float32]:
         """Yields the logits [up to ROWS, V] after each token but the last, in order."""

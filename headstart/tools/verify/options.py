@@ -27,6 +27,11 @@ FULL: Mapping[str, Any] = {
 """Fields of VerifyOptions for --full."""
 
 
+def plain_config(config: EngineConfig) -> EngineConfig:
+    """The config for plain decoding of one sequence at a time, from its first token on."""
+    return replace(config, drafter="none", depth=0, max_num_seqs=1, enable_prefix_caching=False)
+
+
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
     """Options of `headstart verify`. Every pair of levels of two factors is in at least one cell of the grid."""

@@ -15,7 +15,7 @@ from headstart.errors import ModelError, UsageError
 from headstart.kernels import philox
 from headstart.kernels.backend import ORACLE
 from headstart.tools.prompts import first_different_tokens
-from headstart.tools.verify.options import VerifyOptions
+from headstart.tools.verify.options import VerifyOptions, plain_config
 
 TIE = 1e-3  # scores closer than this are a tie, whose order may depend on float32 rounding
 
@@ -26,8 +26,7 @@ class TieChecker:
 
     def __init__(self, model: str | None, config: EngineConfig, tie: float = TIE) -> None:
         self._model, self._tie = model, tie
-        plain = replace(config, drafter="none", depth=0, max_num_seqs=1, enable_prefix_caching=False)
-        self._config = replace(plain, backend=ORACLE, dtype="float64", kv_blocks=None)
+        self._config = replace(plain_config(config), backend=ORACLE, dtype="float64", kv_blocks=None)
         self._llm: LLM | None = None
 
     def margin(
