@@ -91,28 +91,29 @@ def open_image(source: Any) -> Image:
     return read_image(source)
 
 
-def check_tower(model: Model) -> ImageProcessor:
-    """The tower of a model. Raises UsageError without one."""
-    if model.tower is not None:
-        return model.tower
+def require_image_processor(model: Model) -> ImageProcessor:
+    """The image processor of a model. Raises UsageError without one."""
+    if model.image_processor is not None:
+        return model.image_processor
     why = ": " + model.no_tower if model.no_tower else ""
     hint = "leave the images out, or take a model with a vision tower"
     raise UsageError(f"{model.name} reads text only" + why, hint)
 
 
 def encode_images(
-    tower: ImageProcessor, prompt: tuple[Seq[int], str], sources: Seq[Any], max_tokens: int,
+    processor: ImageProcessor, prompt: tuple[Seq[int], str], sources: Seq[Any], max_tokens: int,
     read: Callable[[Any], Image] = open_image,
 ) -> EncodedPrompt:  # fmt: skip
     """The prompt (token ids with placeholders, and its text) with the images that `read` makes of the sources. Raises
-    the errors of `read` and of the tower, with the image's number, and ContextError for more than `max_tokens`."""
+    the errors of `read` and of the processor, with the image's number, and ContextError for more than `max_tokens`."""
     inputs = []
     for number, source in enumerate(sources, 1):
         try:
-            inputs.append(tower.prepare(read(source)))  # one by one: their pixels take far more memory than the inputs
+            # one by one: their pixels take far more memory than the inputs
+            inputs.append(processor.prepare(read(source)))
         except (ImageError, CapacityError) as error:
             raise type(error)(f"image {number} of {len(sources)}: {error.message}", error.hint) from None
-    ids, images = tower.expand(list(prompt[0]), inputs)
+    ids, images = processor.expand(list(prompt[0]), inputs)
     if len(ids) >= max_tokens:
         some = "image" if len(sources) == 1 else f"{len(sources)} images"
         what = f"the prompt with its {some} has {len(ids)} tokens"
@@ -120,9 +121,9 @@ def encode_images(
     return EncodedPrompt(ids, prompt[1], tuple(images))
 
 
-def with_placeholders(tower: ImageProcessor, text: str, count: int) -> str:
+def with_placeholders(processor: ImageProcessor, text: str, count: int) -> str:
     """A raw text with one placeholder for each image. Missing placeholders are put before the text."""
-    return tower.placeholder * (count - text.count(tower.placeholder)) + text
+    return processor.placeholder * (count - text.count(processor.placeholder)) + text
 
 
 def per_prompt(images: Seq[Any] | None, prompts: Seq[Any], is_single: bool) -> list[Seq[Any]]:

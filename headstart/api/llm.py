@@ -18,9 +18,9 @@ import numpy as np
 
 from headstart.api.images import (
     EncodedPrompt,
-    check_tower,
     encode_images,
     per_prompt,
+    require_image_processor,
     split_images,
     with_placeholders,
 )
@@ -303,10 +303,10 @@ class LLM:
         }
 
     @property
-    def tower(self) -> ImageProcessor | None:
-        """The model's vision tower; None: it reads text only."""
+    def image_processor(self) -> ImageProcessor | None:
+        """Preprocessing of images for the model; None: it reads text only."""
         self._check_open()
-        return self.model.tower
+        return self.model.image_processor
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """Token ids of a prompt (see `encode_prompt`)."""
@@ -324,15 +324,15 @@ class LLM:
             raise UsageError("images and messages with images are both given", "put all images into the messages")
         if not (sources or images):
             return EncodedPrompt(ids, text)
-        tower = check_tower(self.model)
-        return encode_images(tower, (ids, text), sources or images, self.engine.max_length)
+        processor = require_image_processor(self.model)
+        return encode_images(processor, (ids, text), sources or images, self.engine.max_length)
 
     def _encode_text(self, prompt: Prompt, num_images: int) -> tuple[list[int], str, list[Any]]:
         """Token ids, with placeholders, and text of a prompt, and the images of its messages."""
         if isinstance(prompt, str):
             text = prompt
             if num_images:
-                text = with_placeholders(check_tower(self.model), prompt, num_images)
+                text = with_placeholders(require_image_processor(self.model), prompt, num_images)
             return self.tokenizer.encode(text, add_special=True), text, []
         if not isinstance(prompt, Iterable) or isinstance(prompt, bytes | bytearray):
             hint = "give a text, token ids or messages, in a list: generate([[1, 2, 3]]); or chat(messages)"
@@ -350,7 +350,7 @@ class LLM:
             raise UsageError(f"{self.model.name} has no chat template", "give a text, which it continues")
         shown, sources = split_images(messages)
         if sources:
-            check_tower(self.model)  # before a template that takes no images complains
+            require_image_processor(self.model)  # before a template that takes no images complains
         return *Conversation(shown).encode(self.chat_template, self.tokenizer), sources
 
     @cached_property

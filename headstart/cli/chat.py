@@ -84,7 +84,7 @@ def run(flags: ChatFlags, sampling: ChatSamplingOptions, engine: EngineOptions) 
         print_note(f"{llm.model.name} has no chat template: it continues your text; --chat-template chatml makes turns")
     params = sampling.params(engine.config.seed, llm.chat_sampling)
     stop = (*llm.turn_end, *params.stop)
-    session = ChatSession(replace(params, stop=stop), flags.system, reads_images=llm.tower is not None)
+    session = ChatSession(replace(params, stop=stop), flags.system, reads_images=llm.image_processor is not None)
     with suppress(SecondInterrupt):
         for text in _read_turns():
             if text in ENDS:

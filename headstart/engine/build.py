@@ -72,7 +72,8 @@ def build_engine(model: Model, config: EngineConfig, max_bytes: int | None = Non
     )  # fmt: skip
     runner.vision = VisionEncoder(model.backend, model.vision) if model.vision else None
     networks = [trunk, *(handle.network for handle in runner.networks)]
-    tower_bytes = runner.vision.max_bytes(model.tower.max_patches) if runner.vision and model.tower else 0
+    processor, vision = model.image_processor, runner.vision
+    tower_bytes = vision.max_bytes(processor.max_patches) if vision and processor else 0
     with _planning:
         memory = _allocate_cache(
             model, config, networks, max_length, max_bytes, tower_bytes, drafts=drafter is not None

@@ -68,8 +68,8 @@ class Model:
     decoder: Decoder
     tokenizer: Tokenizer
     head: Head | None
-    tower: ImageProcessor | None = None  # None: the model reads text only
-    vision: VisionNetwork | None = None  # set with `tower`
+    image_processor: ImageProcessor | None = None  # None: the model reads text only
+    vision: VisionNetwork | None = None  # set with `image_processor`
     no_tower: str = ""  # why the vision tower that the config promises is not used, and the remedy
     broken_head: str = ""  # why the MTP head that the config promises is not used, and the remedy
 
@@ -216,7 +216,7 @@ def load_draft_model(trunk: Model, checkpoint: Checkpoint) -> DraftModel:
     whole = replace(
         trunk, name=str(path), checkpoint=checkpoint, family=loaded.family, weights=loaded.weights,
         config=_with_modules(loaded.config, heads.num_modules),
-        decoder=decoder, tokenizer=tokenizer or trunk.tokenizer, head=None, tower=None, broken_head="",
+        decoder=decoder, tokenizer=tokenizer or trunk.tokenizer, head=None, image_processor=None, broken_head="",
     )  # fmt: skip
     draft_model = DraftModel(spec=HeadSpec(kind=DRAFT_MODEL, block=block), modules=(), source=str(path), whole=whole)
     if matching is None:
@@ -283,7 +283,7 @@ def load_model(
         config=_with_modules(loaded.config, heads.num_modules),
         backend=backend, weights=loaded.weights, decoder=loaded.decoder, tokenizer=tokenizer.result(), head=None,
         broken_head=broken, vision=network, no_tower=no_tower,
-        tower=ImageProcessor(found.format, tokenizer.result()) if found else None,
+        image_processor=ImageProcessor(found.format, tokenizer.result()) if found else None,
     )  # fmt: skip
     model = with_head(model, config)
     if (checkpoint.path / ADAPTER_CONFIG).exists() and not config.lora:

@@ -34,7 +34,7 @@ PHASE_BUCKETS = (  # vLLM's
     0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680,
 )  # fmt: skip
 PHASES = {
-    "queue": ("arrival", "first pass"), "prefill": ("first pass", "first token"),
+    "queue": ("queued", "first pass"), "prefill": ("first pass", "first token"),
     "decode": ("first token", "last token"), "inference": ("first pass", "last token"),
 }  # fmt: skip
 """Phases of a choice in vLLM's metrics: name -> the moments between which its time is measured."""
@@ -57,9 +57,9 @@ class ServerMetrics(Collector):
     registry: CollectorRegistry = field(default_factory=CollectorRegistry)
 
     def __post_init__(self) -> None:
-        self.first_token = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", TTFT_BUCKETS)
+        self.first_token = self._histogram("vllm:time_to_first_token_seconds", "Queued to first token.", TTFT_BUCKETS)
         self.between = self._histogram("vllm:inter_token_latency_seconds", "Between tokens of a choice.", TOKEN_BUCKETS)
-        self.whole = self._histogram("vllm:e2e_request_latency_seconds", "Arrival to last token.", REQUEST_BUCKETS)
+        self.whole = self._histogram("vllm:e2e_request_latency_seconds", "Queued to last token.", REQUEST_BUCKETS)
         self.phases = {
             name: self._histogram(f"vllm:request_{name}_time_seconds", f"{start} to {end}.".capitalize(), PHASE_BUCKETS)
             for name, (start, end) in PHASES.items()
@@ -74,12 +74,12 @@ class ServerMetrics(Collector):
         return made.labels(self.model)
 
     def finished(self, reason: str, begun: float, choice: Choice) -> None:
-        """Count a choice that has ended or was aborted. `begun`: when its request arrived, by time.perf_counter()."""
+        """Count a choice that has ended or was aborted. `begun`: when it was queued, by time.perf_counter()."""
         self.requests[reason] = self.requests.get(reason, 0) + 1
         self.whole.observe(time.perf_counter() - begun)
         if choice.sequence is None or not choice.sequence.scheduled_s or not choice.arrivals:
             return
-        moments = {"arrival": begun, "first pass": choice.sequence.scheduled_s,
+        moments = {"queued": begun, "first pass": choice.sequence.scheduled_s,
                    "first token": choice.arrivals[0], "last token": choice.arrivals[-1]}  # fmt: skip
         for name, (start, end) in PHASES.items():
             self.phases[name].observe(moments[end] - moments[start])

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from headstart.api import LLM
-from headstart.api.images import EncodedPrompt, check_tower, data_of, encode_images, split_images
+from headstart.api.images import EncodedPrompt, data_of, encode_images, require_image_processor, split_images
 from headstart.core import Request, SamplingParams
 from headstart.errors import CapacityError, ContextError, ModelError, ParameterError, UsageError, quoted
 from headstart.params import parameters
@@ -198,11 +198,11 @@ def encode_chat(llm: LLM, formats: OutputFormats, body: ChatRequest | TokenizeRe
     messages, images = split_images([_message(each) for each in body.messages or ()])
     if not images:
         return EncodedPrompt(*_encode_messages(llm, formats, body, messages))
-    tower = check_images(llm, len(images))
+    processor = check_images(llm, len(images))
     if isinstance(body, ChatRequest) and body.truncate_prompt_tokens is not None:
         raise ParameterError("truncate_prompt_tokens", "could cut an image", "leave it out of requests with images")
     prompt = _encode_messages(llm, formats, body, messages)
-    return encode_images(tower, prompt, images, llm.engine.max_length, partial(_read_image, body._downloaded))
+    return encode_images(processor, prompt, images, llm.engine.max_length, partial(_read_image, body._downloaded))
 
 
 def _encode_messages(
@@ -254,11 +254,11 @@ def _variables(body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
 
 
 def check_images(llm: LLM, count: int) -> ImageProcessor:
-    """The vision tower for a request with `count` images. Raises UsageError without one, or for too many."""
-    tower = check_tower(llm.model)
+    """The image processor for a request with `count` images. Raises UsageError without one, or for too many."""
+    processor = require_image_processor(llm.model)
     if count > limits.IMAGES:
         raise UsageError(f"the request has {count} images, and {limits.IMAGES} are allowed", "send fewer")
-    return tower
+    return processor
 
 
 def _read_image(downloaded: Mapping[str, bytes], source: Any) -> Image:

@@ -605,7 +605,7 @@ def test_close_frees_the_engine() -> None:
     assert engine() is None
     for asked in (
         lambda: each.generate("the"), lambda: each.info, lambda: each.method, lambda: each.chat_sampling,
-        lambda: each.tower, lambda: each.decode_pair("the", SamplingParams(), 0), each.__enter__,
+        lambda: each.image_processor, lambda: each.decode_pair("the", SamplingParams(), 0), each.__enter__,
     ):  # fmt: skip
         with pytest.raises(UsageError, match="this LLM is closed"):
             asked()

@@ -18,7 +18,7 @@ class FakeLLM:
 
     differs = False
     has_chat_template = True
-    tower: Any = None
+    image_processor: Any = None
     images: list[Any] = []  # noqa: RUF012
     turn_end: tuple[str, ...] = ()
     recommended: dict[str, Any] = {}  # noqa: RUF012

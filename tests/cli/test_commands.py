@@ -318,7 +318,7 @@ def test_image_arguments(fake_llm: Any, monkeypatch: pytest.MonkeyPatch, tmp_pat
 
     assert chat(monkeypatch, f"/image {files[0]}") == 0
     assert "this model reads text only" in capsys.readouterr().err
-    monkeypatch.setattr(fake_llm, "tower", object())
+    monkeypatch.setattr(fake_llm, "image_processor", object())
     pasted, saved = str(files[0]).replace(" ", "\\ "), tmp_path / "talk.json"
     lines = [f"/image {files[1]}", pasted, "What?", "And?", f"/image {tmp_path}", "/image", f"/save {saved}"]
     assert chat(monkeypatch, *lines) == 0

@@ -122,10 +122,10 @@ def arrays_of(family: str) -> dict[str, Tensor]:
 
 
 def request_with_images(model: Model, seeds: Seq[int], text: str = "What is on it?", **params: Any) -> Request:
-    assert model.tower, model.no_tower
+    assert model.image_processor, model.no_tower
     marked = "".join(f"ab{'c' * i}{MARKER}" for i in range(len(seeds))) + text
-    prepared = [model.tower.prepare(IMAGES[seed]) for seed in seeds]
-    ids, images = model.tower.expand(model.tokenizer.encode(marked), prepared)
+    prepared = [model.image_processor.prepare(IMAGES[seed]) for seed in seeds]
+    ids, images = model.image_processor.expand(model.tokenizer.encode(marked), prepared)
     return replace(request(ids, **params), images=images)
 
 
@@ -194,10 +194,10 @@ def patches_in_row_order(image: Any) -> Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_image_features_match_the_reading(family: str, backend: str) -> None:
     model, arrays, paired = load_vision_model(family, backend), arrays_of(family), family == "deepseek_v4"
-    assert model.vision and model.tower, model.no_tower
+    assert model.vision and model.image_processor, model.no_tower
     encoder, partial_tokens = VisionEncoder(model.backend, model.vision), 0
     for image in [*IMAGES.values(), random_image(5, 200, 200), random_image(6, 333, 7), random_image(7, 7, 333)]:
-        (piece,) = model.tower.prepare(image).pieces
+        (piece,) = model.image_processor.prepare(image).pieces
         prepared = piece.image
         partial_tokens += any(count % 3 for count in prepared.patch_grid)
         tokens = features_of(arrays, patches_in_row_order(prepared), prepared.patch_grid)
@@ -231,9 +231,11 @@ def test_image_sizes_and_blocks_match_llama_cpp() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_images_are_padded_with_gray(family: str) -> None:
     model = load_vision_model(family, "reference")
-    assert model.tower
-    (wide,) = model.tower.prepare(random_image(1, 100, 23)).pieces  # four times as wide as high, so it is squeezed
-    (other,) = model.tower.prepare(random_image(1, 57, 33)).pieces
+    assert model.image_processor
+    (wide,) = model.image_processor.prepare(
+        random_image(1, 100, 23)
+    ).pieces  # four times as wide as high, so it is squeezed
+    (other,) = model.image_processor.prepare(random_image(1, 57, 33)).pieces
     edges = [patches_in_row_order(each.image).unflatten(0, each.image.patch_grid) for each in (wide, other)]
     gray = [(each - (127 / 255 - 0.5) / 0.5).abs().amax(-1) < 1e-6 for each in edges]
     assert not gray[0].any() and other.image.patch_grid == (9, 15)
@@ -427,7 +429,7 @@ def test_projector_and_text_files_of_llama_cpp_equal_the_checkpoint(tmp_path: Pa
     np.testing.assert_allclose(*features, rtol=1e-5, atol=1e-5)
     texts = [run(engine_of(each, drafter="ngram"), [one])["r", 0].tokens for each in (plain, found)]
     assert texts[0] == texts[1]
-    assert found.tower and found.tower.max_patches == 384 * 9
+    assert found.image_processor and found.image_processor.max_patches == 384 * 9
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -441,14 +443,14 @@ def test_model_without_image_tensors_reads_text_only(family: str, tmp_path: Path
         (folder := tmp_path / without).mkdir()
         copied(published(family), folder, without)
         model = model_at(folder)
-        assert model.tower is None and message in model.no_tower
+        assert model.image_processor is None and message in model.no_tower
 
 
 def test_unsupported_image_preparation_is_refused(tmp_path: Path) -> None:
     copied(published("deepseek_v41"), tmp_path)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.4] * 3}))
     assert "image_mean is [0.4, 0.4, 0.4]" in model_at(tmp_path).no_tower
-    tower = load_vision_model("deepseek_v41", "reference").tower
+    tower = load_vision_model("deepseek_v41", "reference").image_processor
     assert tower
     with pytest.raises(UsageError, match="has 0 placeholders"):
         tower.expand([5, 6], [tower.prepare(IMAGES[1])])

@@ -15,7 +15,7 @@ from support import model_at, new_folder
 from vision_models import KINDS, copied, published, random_image
 
 from headstart.api import LLM
-from headstart.api.images import check_tower
+from headstart.api.images import require_image_processor
 from headstart.config import EngineConfig
 from headstart.core import SamplingParams
 from headstart.engine.vision import VisionEncoder
@@ -48,9 +48,9 @@ def gguf_path(kind: str) -> Path:
 
 def features(path: Path, backend: str) -> list[Any]:
     model = model_at(path, backend)
-    assert model.vision and model.tower, model.no_tower
+    assert model.vision and model.image_processor, model.no_tower
     encoder = VisionEncoder(model.backend, model.vision)
-    pieces = [piece for image in IMAGES for piece in model.tower.prepare(image).pieces]
+    pieces = [piece for image in IMAGES for piece in model.image_processor.prepare(image).pieces]
     return [encoder.features(piece.image) for piece in pieces]
 
 
@@ -113,7 +113,7 @@ def test_broken_projector_leaves_a_text_model(name: str, tmp_path: Path, caplog:
     assert model.no_tower.startswith(message) and f"reads text only: {model.no_tower}" in caplog.text
     assert any(f"reads text only: {model.no_tower}" in line for line in inspect(InspectOptions(model=str(path))).lines)
     with pytest.raises(UsageError, match="reads text only"):
-        check_tower(model)
+        require_image_processor(model)
     with pytest.raises(UsageError, match=re.escape(f"--mmproj: {message}")):
         LLM(str(path), EngineConfig(threads=1, mmproj=str(tmp_path / "mmproj-F32.gguf")))
 
@@ -123,11 +123,11 @@ def test_projector_is_found_beside_the_model_or_by_flag(tmp_path: Path) -> None:
     assert runs_here(open_checkpoint(path))["vision"] == {"layers": 2, "tokens": 40}
     alone = tmp_path / "alone.gguf"
     alone.write_bytes(path.read_bytes())
-    assert model_at(alone).tower is None
+    assert model_at(alone).image_processor is None
     copied(whole, tmp_path, "vision_model")  # --mmproj works for safetensors as well
     for model in (alone, tmp_path):
         llm = LLM(str(model), EngineConfig(threads=1, max_model_len=512, mmproj=str(path.with_name("mmproj-F32.gguf"))))
-        assert llm.tower is not None
+        assert llm.image_processor is not None
         llm.close()
     with pytest.raises(UsageError, match=r"alone\.gguf has no vision tower"):
         LLM(str(path), EngineConfig(threads=1, mmproj=str(alone)))

@@ -19,7 +19,7 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
 from vision_models import CUT, FILLED, GEMMA4, KINDS, LONGEST, PREPARATION, QWEN, copied, published, qwen, random_image
 
-from headstart.api.images import check_tower
+from headstart.api.images import require_image_processor
 from headstart.core import Request, Sequence, Span
 from headstart.engine import build
 from headstart.engine.engine import Engine
@@ -61,10 +61,10 @@ def engine_of(model: Model, **settings: Any) -> Engine:
 
 def request_with_images(model: Model, images: Seq[int], text: str = TEXT, **params: Any) -> Request:
     """A request with a placeholder for each image, the last one in the middle of the text."""
-    assert model.tower
-    marked = "".join(f"a{model.tower.placeholder}" for _ in images) + text
+    assert model.image_processor
+    marked = "".join(f"a{model.image_processor.placeholder}" for _ in images) + text
     ids = model.tokenizer.encode(marked)
-    ids, images = model.tower.expand(ids, [model.tower.prepare(IMAGES[seed]) for seed in images])
+    ids, images = model.image_processor.expand(ids, [model.image_processor.prepare(IMAGES[seed]) for seed in images])
     return replace(request(ids, **params), images=images)
 
 
@@ -116,10 +116,10 @@ def test_features_of_gemma4_match_transformers(kind: str, backend: str) -> None:
     found = PROCESSORS[kind]([each.pixels for each in images], return_tensors="pt", input_data_format="channels_last")
     with torch.inference_mode():
         features = oracle.model.get_image_features(found["pixel_values"], found["image_position_ids"]).pooler_output
-    assert model.vision and model.tower
+    assert model.vision and model.image_processor
     encoder = VisionEncoder(model.backend, model.vision)
     for image, expected, places in zip(images, features, found["image_position_ids"], strict=True):
-        (piece,) = model.tower.prepare(image).pieces
+        (piece,) = model.image_processor.prepare(image).pieces
         assert piece.image.grid == tuple((int(places[:, axis].max()) + 1) // 2 for axis in (1, 0))
         np.testing.assert_allclose(encoder.features(piece.image), expected.numpy(), rtol=2e-4, atol=2e-4)
 
@@ -170,8 +170,8 @@ def test_whole_and_stepwise_drafts_after_images_are_equal(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("kind", QWEN)
 def test_features_are_independent_of_the_pool(kind: str) -> None:
     model = load_vision_model(kind, "native")
-    assert model.vision and model.tower
-    images = [model.tower.prepare(each).pieces[0].image for each in IMAGES.values()]
+    assert model.vision and model.image_processor
+    images = [model.image_processor.prepare(each).pieces[0].image for each in IMAGES.values()]
     alone = [VisionEncoder(model.backend, model.vision).features(each) for each in images]
     encoder = VisionEncoder(model.backend, model.vision)
     encoder._reserve(1 << 14)
@@ -182,16 +182,18 @@ def test_features_are_independent_of_the_pool(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["gemma3", "mistral3"])
 def test_kv_cache_leaves_memory_for_the_vision_tower(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, free, sizes = load_vision_model(kind, "native"), 2 * MAX_BYTES, list[int]()
-    assert model.vision and model.tower
+    assert model.vision and model.image_processor
     monkeypatch.setattr(type(model.backend), "free_memory", lambda self: free)
-    largest = max(each.image.patches.shape[0] for each in model.tower.prepare(random_image(1, 400, 400)).pieces)
-    assert model.tower.max_patches == largest
+    largest = max(
+        each.image.patches.shape[0] for each in model.image_processor.prepare(random_image(1, 400, 400)).pieces
+    )
+    assert model.image_processor.max_patches == largest
     encoder = VisionEncoder(model.backend, model.vision)
-    encoder.features(model.tower.prepare(random_image(1, 400, 400)).pieces[0].image)
+    encoder.features(model.image_processor.prepare(random_image(1, 400, 400)).pieces[0].image)
     used = encoder._programs.num_slots * model.backend.kv_bytes(model.vision.config.spec)
     assert encoder.max_bytes(largest) == used + MAX_BYTES
     tower = encoder.max_bytes(largest)
-    for each in (model, replace(model, vision=None, tower=None)):
+    for each in (model, replace(model, vision=None, image_processor=None)):
         monkeypatch.setattr(build, "PLANNED", {})  # no other engines
         sizes.append(build.pool_bytes(engine_of(each, kv_blocks=None, max_num_seqs=4000, drafter="none")))
     assert sizes[0] - tower == pytest.approx(sizes[1] - build.MEMORY_SHARE["cpu"] * tower, rel=0.01)
@@ -218,7 +220,7 @@ def test_vision_towers_are_reported(tmp_path: Path) -> None:
     assert runs_here(load_vision_model("smolvlm", "reference").checkpoint)["vision"] == {"layers": 2, "tokens": 40}
     copied(qwen("qwen2_5_vl")[1], tmp_path, model_type="qwen2_vl")
     with pytest.raises(UsageError, match="reads text only: the vision tower of qwen2_vl models is not supported"):
-        check_tower(model_at(tmp_path))
+        require_image_processor(model_at(tmp_path))
 
 
 def test_image_tiles_match_transformers() -> None:
@@ -228,18 +230,20 @@ def test_image_tiles_match_transformers() -> None:
         [(50, 41), (90, 23), (31, 64), (16, 15), (333, 7), (5, 70)],
     )
     some = [random_image(1, width, height) for width, height in sizes]
-    assert model.tower
+    assert model.image_processor
     found = PROCESSORS["smolvlm"]([each.pixels for each in some], return_tensors="np")
     assert max(found["rows"][0]) == max(found["cols"][0]) == 3
     for image, rows, columns in zip(some, found["rows"][0], found["cols"][0], strict=True):
         text = get_image_prompt_string(rows, columns, 4, "<fake_token_around_image>", "<image>", "<global-img>")
-        ids, images = model.tower.expand(model.tokenizer.encode("a<image>b"), [model.tower.prepare(image)])
+        ids, images = model.image_processor.expand(
+            model.tokenizer.encode("a<image>b"), [model.image_processor.prepare(image)]
+        )
         assert ids == model.tokenizer.encode(f"a{text}b")
         assert sum(each.end - each.first for each in images) == text.count("<image>")
 
 
 def test_image_grids_and_size_limits() -> None:
-    tower = load_vision_model("qwen3_vl", "reference").tower
+    tower = load_vision_model("qwen3_vl", "reference").image_processor
     assert tower
     assert [tower.prepare(each).pieces[0].image.grid for each in IMAGES.values()] == [(5, 6), (2, 11), (8, 4), (2, 2)]
     with pytest.raises(ImageError, match="402 x 2 pixels, and one side may be 200 times the other"):
@@ -247,7 +251,7 @@ def test_image_grids_and_size_limits() -> None:
 
 
 def test_placeholders_are_expanded() -> None:
-    tower = load_vision_model("gemma3", "reference").tower
+    tower = load_vision_model("gemma3", "reference").image_processor
     tokenizer = load_vision_model("gemma3", "reference").tokenizer
     assert tower
     image = tower.prepare(random_image(1))
@@ -285,7 +289,7 @@ def test_model_with_an_incomplete_tower_reads_text_only(
     assert not without or f"  reads text only: {model.no_tower}" in report
     assert not without or model.no_tower.endswith("headstart pull REPO")
     with pytest.raises(UsageError, match="reads text only: "):
-        check_tower(model)
+        require_image_processor(model)
     ids = model.tokenizer.encode(TEXT)
     whole = load_vision_model(kind, "reference")
     texts = [run(make(each, dtype="float32"), [request(ids, max_tokens=4)])["r", 0] for each in (model, whole)]

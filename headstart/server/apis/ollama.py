@@ -441,7 +441,7 @@ def _description(slot: ModelSlot, name: str) -> Json:
     can = {
         "tools": True,
         "thinking": served is not None and served.formats.reasoning is not None,
-        "vision": served is not None and served.llm.tower is not None,
+        "vision": served is not None and served.llm.image_processor is not None,
     }
     return {
         "modelfile": f"FROM {name.removesuffix(LATEST_TAG)}",

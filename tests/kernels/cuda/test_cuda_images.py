@@ -29,8 +29,10 @@ def test_image_features_match_reference() -> None:
     """The tower rotates patches by row and column."""
     found = []
     for model in models_of("mistral3"):
-        assert model.vision and model.tower
-        found.append(VisionEncoder(model.backend, model.vision).features(model.tower.prepare(IMAGE).pieces[0].image))
+        assert model.vision and model.image_processor
+        found.append(
+            VisionEncoder(model.backend, model.vision).features(model.image_processor.prepare(IMAGE).pieces[0].image)
+        )
     np.testing.assert_allclose(*found, rtol=2e-4, atol=2e-5)
 
 
@@ -38,9 +40,9 @@ def test_drafts_after_an_image_match_reference() -> None:
     """Drafted tokens have the rotary positions of committed tokens, in recorded drafts as well."""
     found = []
     for model in models_of("qwen3_5"):
-        assert model.tower
-        ids = model.tokenizer.encode(f"a{model.tower.placeholder}b")
-        ids, images = model.tower.expand(ids, [model.tower.prepare(IMAGE)])
+        assert model.image_processor
+        ids = model.tokenizer.encode(f"a{model.image_processor.placeholder}b")
+        ids, images = model.image_processor.expand(ids, [model.image_processor.prepare(IMAGE)])
         submitted = replace(request(ids, max_tokens=5, stops=()), images=images)
         kept = FLOATS if model.backend.name == "cuda" else {}
         with recording_on(model, ReplayingGraphs().device()) if kept else nullcontext():
