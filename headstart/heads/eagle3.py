@@ -264,7 +264,7 @@ def published(head: HeadCheckpoint, arrays: Arrays, max_length: int) -> tuple[di
     named |= vocabulary_maps(ids, head.vocab_size)
     norms = {key: True for name, key in NORM_KEYS.items() if name in arrays}
     masked = {"ptd_token_id": block.mask_token_id} if block else {}
-    document = _document(head, head.vocab_size if ids is None else len(ids))
+    document = _document(head, head.draft_vocab_size)
     return {**document, "max_position_embeddings": max_length, **norms, **masked}, named
 
 

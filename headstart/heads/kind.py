@@ -45,6 +45,11 @@ class HeadCheckpoint:
     trunk_fingerprint: str = ""  # of that model's weights; empty: not in the file
     training: Mapping[str, Any] = field(default_factory=dict)  # free-form provenance
 
+    @property
+    def draft_vocab_size(self) -> int:
+        """Number of tokens that the head may draft; 0: not in the file."""
+        return self.vocab_size if self.draft_token_ids is None else len(self.draft_token_ids)
+
 
 @dataclass(frozen=True)
 class Start:

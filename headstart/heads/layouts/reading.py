@@ -66,10 +66,10 @@ def read(document: Document, tensors: Mapping[str, Tensor], path: Path) -> HeadC
     with reading_config(path, "is this a DFlash or DSpark drafter?"):
         vocab_size = drafter.number(drafter.inner, "vocab_size")
         ids = draft_ids(tensors.get("d2t"), vocab_size, path)
-        spec = drafter.spec(named, vocab_size, vocab_size if ids is None else len(ids))
+        rows = vocab_size if ids is None else len(ids)
+        spec = drafter.spec(named, vocab_size, rows)
         hidden = drafter.number(drafter.inner, "hidden_size")
         drafter.check_target(hidden)
-        rows = vocab_size if ids is None else len(ids)
         optional = {"embed_tokens.weight": (vocab_size, hidden), "lm_head.weight": (rows, hidden)}
         optional_shapes = {name: shape for name, shape in optional.items() if name in named}
         check_whole(named, {**head_kind("block").shapes(spec, hidden), **optional_shapes}, path)

@@ -149,8 +149,7 @@ def _common(head: HeadCheckpoint) -> dict[str, Any]:
 
 
 def _sizes(head: HeadCheckpoint) -> dict[str, Any]:
-    rows = head.vocab_size if head.draft_token_ids is None else len(head.draft_token_ids)
-    return {"draft_vocab_size": rows, "target_hidden_size": head.hidden_size}
+    return {"draft_vocab_size": head.draft_vocab_size, "target_hidden_size": head.hidden_size}
 
 
 def _dspark(block: BlockSpec) -> dict[str, Any]:

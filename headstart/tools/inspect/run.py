@@ -244,8 +244,7 @@ def describe_head(path: Path, model: Checkpoint) -> dict[str, Any]:
     drafter = describe_drafter(checkpoint, weights, published)
     return {
         "path": str(path), "kind": head.spec.kind, "modules": head.spec.num_modules, "hidden_size": head.hidden_size,
-        "vocab_size": head.vocab_size,
-        "draft_vocab_size": head.vocab_size if head.draft_token_ids is None else len(head.draft_token_ids),
+        "vocab_size": head.vocab_size, "draft_vocab_size": head.draft_vocab_size,
         "trunk": head.trunk, **summary(weights.values()),
         "fit": _fit(model, check_fit(drafter, checkpoint.config, model)),
     }  # fmt: skip

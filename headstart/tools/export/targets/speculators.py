@@ -65,7 +65,7 @@ def _eagle3(source: ExportSource) -> Plan:
     config = {
         "architectures": ["Eagle3Speculator"],
         **_container("eagle3", verifier, architectures(source.checkpoint.config)),
-        "draft_vocab_size": head.vocab_size if ids is None else len(ids),
+        "draft_vocab_size": head.draft_vocab_size,
         "target_hidden_size": source.sizes.hidden_size,
         "norm_before_residual": head.spec.norm_before_residual,
         **{key: flat[key] for key in NORMS if key in flat},
