@@ -260,8 +260,7 @@ def published(head: HeadCheckpoint, arrays: Arrays, max_length: int) -> tuple[di
         named |= _parts(named.pop(EACH), head.hidden_size)
     if block := head.spec.block:
         named[MASK] = named[MASK].reshape(1, 1, -1)
-    ids = head.draft_token_ids
-    named |= vocabulary_maps(ids, head.vocab_size)
+    named |= vocabulary_maps(head.draft_token_ids, head.vocab_size)
     norms = {key: True for name, key in NORM_KEYS.items() if name in arrays}
     masked = {"ptd_token_id": block.mask_token_id} if block else {}
     document = _document(head, head.draft_vocab_size)

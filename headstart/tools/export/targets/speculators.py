@@ -57,7 +57,7 @@ def _eagle3(source: ExportSource) -> Plan:
             "headstart train --kind eagle3 makes a head that goes; an MTP head goes with --to vllm-mimo",
         )
     (document, files), head = published_files(source), source.head
-    trunk, ids = source.checkpoint.path, head.draft_token_ids
+    trunk = source.checkpoint.path
     verifier = str(trunk.resolve()) if trunk.is_dir() else source.name
     flat = {**document, **(document.get("eagle_config") or {}), **(document.get("transformer_layer_config") or {})}
     inner = {key: value for key, value in flat.items() if key not in OUTSIDE}
