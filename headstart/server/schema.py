@@ -513,10 +513,11 @@ _logged: set[str] = set()
 def check_refused(extra: Mapping[str, Any], refused: Mapping[str, tuple[tuple[Any, ...], str]]) -> None:
     """Raises BodyError for a field in `refused` (name -> values that, like null, change nothing; and a hint) with any
     other value."""
-    for name in extra.keys() & refused.keys():
-        value, (nothing, hint) = extra[name], refused[name]
-        is_bool, takes_bool = isinstance(value, bool), any(isinstance(each, bool) for each in nothing)
-        if value is not None and (value not in nothing or is_bool != takes_bool):
+    for name, value in extra.items():
+        if value is None or name not in refused:
+            continue
+        nothing, hint = refused[name]
+        if value not in nothing or isinstance(value, bool) != any(isinstance(each, bool) for each in nothing):
             raise BodyError(f"{name} is not supported", name, hint)
 
 

@@ -177,9 +177,8 @@ class ChatTemplate:
     @cached_property
     def takes_late_system(self) -> bool:
         """Whether the template writes a system message after other messages."""
-        roles = {"system": "Be brief.", "user": "Hi"}
-        messages = [{"role": role, "content": content} for role, content in roles.items()]
-        return self._shows(self._fitting([*messages, {"role": "system", "content": PROBE}]), [PROBE])
+        contents = ("system", "Be brief."), ("user", "Hi"), ("system", PROBE)
+        return self._shows(self._fitting([{"role": role, "content": each} for role, each in contents]), [PROBE])
 
     @property
     def writes_calls(self) -> bool:

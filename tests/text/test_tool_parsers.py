@@ -560,7 +560,8 @@ def test_argument_types_of_a_schema() -> None:
     unknown = (TOOLS, "search", "other"), (TOOLS, "now", "x"), ((), "f", "x")
     assert not any(argument_types(*each) for each in unknown)
     unusual: dict[str, Any] = {
-        "none": {"type": None}, "choices": {"anyOf": None}, "values": {"enum": None}, "types": {"type": ["null", {}]},
+        "none": {"type": None}, "choices": {"anyOf": None}, "number": {"oneOf": 5}, "values": {"enum": None},
+        "types": {"type": ["null", {}]},
     }  # fmt: skip
     for properties in (unusual, [], None):
         tools = [{"function": {"name": "f", "parameters": {"properties": properties}}}]

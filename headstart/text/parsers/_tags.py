@@ -98,16 +98,20 @@ def argument_types(tools: Sequence[Mapping[str, Any]], function: str, argument: 
 def _types(schema: Any, root: Mapping[str, Any], depth: int) -> frozenset[str]:
     if not isinstance(schema, Mapping) or not depth:
         return frozenset()
-    named = schema.get("type")
-    if isinstance(named, str | list):
-        return frozenset(each for each in ([named] if isinstance(named, str) else named) if isinstance(each, str))
+    if named := [each for each in _listed(schema.get("type")) if isinstance(each, str)]:
+        return frozenset(named)
     if "$ref" in schema:
         return _types(_resolve(schema["$ref"], root), root, depth - 1)
-    choices = [part for word in ("anyOf", "oneOf", "allOf") for part in schema.get(word) or ()]
+    choices = [part for word in ("anyOf", "oneOf", "allOf") for part in _listed(schema.get(word))]
     if choices:
         return frozenset[str]().union(*(_types(part, root, depth - 1) for part in choices))
-    values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+    values = _listed(schema.get("enum")) or ([schema["const"]] if "const" in schema else [])
     return frozenset(_PYTHON.get(type(value), "null") for value in values)
+
+
+def _listed(value: Any) -> list[Any]:
+    """The items of a list, or a text alone; schemas of clients may have anything else in their place."""
+    return value if isinstance(value, list) else [value] if isinstance(value, str) else []
 
 
 def _resolve(reference: Any, root: Any) -> Any:
