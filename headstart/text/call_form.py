@@ -11,7 +11,7 @@ PROBE = "a probe"
 PROBE_TOOLS = [{"type": "function", "function": {
     "name": "known", "description": "", "parameters": {"type": "object", "properties": {}}
 }}]  # fmt: skip
-CALLING = (
+CALLING: tuple[Mapping[str, Any], ...] = (
     {"role": "user", "content": "Hi"},
     {"role": "assistant", "content": "", "tool_calls": [
         {"id": "call_0", "type": "function", "function": {"name": "called", "arguments": {"argument": PROBE}}},
@@ -22,6 +22,9 @@ CALLING = (
 )  # fmt: skip
 """A conversation with two calls."""
 CALLING_TEXTS = ("called", PROBE, "its result", "another")
+FOLLOWING: Mapping[str, Any] = {"role": "user", "content": "what follows"}
+"""A message of the user right after results: Claude Code sends texts beside results, and users interrupt agents."""
+BRIDGE: Mapping[str, Any] = {"role": "assistant", "content": "OK."}
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ class CallForm:
     is_text: bool = False  # arguments are JSON texts (DeepSeek V3, Functionary)
     is_short: bool = False  # ids are nine letters or digits (Mistral)
     is_single: bool = False  # a message has one call, and its result follows (Llama 3)
+    is_bridged: bool = False  # BRIDGE stands between results and a message of the user (Mistral)
 
     def applied(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         """The messages in this form. Calls and results without ids get them in their order."""
@@ -44,6 +48,8 @@ class CallForm:
                 message = {**message, "content": content, "tool_calls": calls}
             elif self.is_short and message["role"] == "tool":
                 message = {**message, "tool_call_id": _short(message.get("tool_call_id") or next(num_results))}
+            elif self.is_bridged and message["role"] == "user" and found and found[-1]["role"] == "tool":
+                found.append(BRIDGE)
             found.append(message)
         return found
 

@@ -58,6 +58,17 @@ def test_calls_stand_one_by_one_where_the_template_demands_it() -> None:
     assert ChatTemplate(single + USUAL).render(twice) == "[ a {}]|7|[ a {}]|7|"
 
 
+def test_user_may_speak_after_results_where_the_template_refuses_it() -> None:
+    session = [*SESSION, {"role": "user", "content": "Thanks."}]
+    usual = 'Look.|[call_1 look {"at": "é"}]|call_1blue|'
+    assert ChatTemplate(USUAL).render(session) == usual + "Thanks.|"
+    refuses = "{% for m in messages %}{% if m.role == 'user' and %s %}" + REFUSAL + "{% endif %}{% endfor %}"
+    strict = refuses.replace("%s", "loop.index0 and messages[loop.index0 - 1].role == 'tool'")
+    assert ChatTemplate(strict + USUAL).render(session) == usual + "OK.|Thanks.|"
+    assert ChatTemplate(strict + USUAL).render(SESSION) == usual
+    assert ChatTemplate(refuses.replace("%s", "not loop.first") + USUAL).render(SESSION) == usual
+
+
 def test_template_without_calls_says_so() -> None:
     template = ChatTemplate("{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}")
     assert not template.writes_calls
