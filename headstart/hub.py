@@ -102,8 +102,8 @@ def save_record(path: Path, document: Mapping[str, Any]) -> None:
     write_atomic(path, json.dumps(document, indent=1, default=str))
 
 
-def keep_record(path: Path, document: Mapping[str, Any]) -> None:
-    """Write a cached measurement, where the cache is writable; else it is measured again the next time."""
+def try_save_record(path: Path, document: Mapping[str, Any]) -> None:
+    """Like `save_record`, but without an error if the cache cannot be written: the next start measures again."""
     with suppress(OSError):
         save_record(path, document)
 
@@ -157,15 +157,13 @@ def resolve(name: str | None = None) -> Path:
 
 
 def resolve_head(name: str) -> Path:
-    """The path of a head by name; a repo may hold the head as a pickle (formats/pickled.py)."""
+    """The path of `--head`: an existing path, a built-in alias, or a Hub repo, whose head may be a pickle
+    (formats/pickled.py). Other names are returned as paths. Raises UsageError for a failed download."""
+    path = user_path(name)
+    if path.exists() or not (is_builtin(name) or is_repo(name)):
+        return path
     repo = repo_of(name)
     return resolve(name) if repo is None or repo.file else _snapshot(repo, (*_MODEL_FILES, *HEAD_PICKLES))
-
-
-def head_path(name: str) -> Path:
-    """The path of `--head`: an existing path, a built-in alias, or a Hub repo."""
-    path = user_path(name)
-    return path if path.exists() or not (is_builtin(name) or is_repo(name)) else resolve_head(name)
 
 
 def pull(name: str | None = None) -> Path:

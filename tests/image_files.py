@@ -28,12 +28,12 @@ def file_of(image: Pillow.Image, kind: str = "PNG", **options: Any) -> bytes:
 def bomb(side: int = 60_000) -> bytes:
     """A small PNG file of side x side black pixels, of one bit each."""
     deflate = zlib.compressobj(wbits=-zlib.MAX_WBITS)
-    band, rest = divmod(side, 1000)
+    num_bands, rest = divmod(side, 1000)
     assert not rest
     row = 1 + (side + 7) // 8  # filter type, pixels
-    thousand = deflate.compress(bytes(1000 * row)) + deflate.flush(zlib.Z_FULL_FLUSH)
+    band = deflate.compress(bytes(1000 * row)) + deflate.flush(zlib.Z_FULL_FLUSH)
     checksum = side * row % 65521 << 16 | 1  # Adler-32 of zeros
-    data = b"\x78\x01" + band * thousand + deflate.flush() + struct.pack(">I", checksum)
+    data = b"\x78\x01" + num_bands * band + deflate.flush() + struct.pack(">I", checksum)
     parts = {b"IHDR": struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0), b"IDAT": data, b"IEND": b""}
     chunks = [struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body))
               for kind, body in parts.items()]  # fmt: skip

@@ -91,7 +91,7 @@ class Adapters:
             self._install()
 
     def _hold(self, name: str, fitted: FittedAdapter, in_use: Iterable[int], *, replace: bool = False) -> Adapter:
-        """`add`, before the trunk's programs have the factors."""
+        """Puts an adapter into a free slot; `_install` gives its factors to the trunk's programs. Raises as `add`."""
         if not isinstance(name, str) or not name.strip():
             raise UsageError(f"the adapter's name is {name!r}", "give a text")
         if name in self.loaded and not replace:

@@ -82,7 +82,8 @@ def build_engine(model: Model, config: EngineConfig, max_bytes: int | None = Non
     runner.allocate(trunk, memory, num_slots=num_slots)
     model.backend.loaded()
     memory.spill = open_spill(runner, memory, model, config)
-    engine = Engine(runner, memory, drafter, Adapters(replace(model, head=None), runner), config, max_length)
+    adapters = Adapters(replace(model, head=None), runner)  # without the head, which may be replaced and then freed
+    engine = Engine(runner, memory, drafter, adapters, config, max_length)
     engine.drafting.lookup_corpus = corpus
     engine.adapters.add_all(config.adapters)
     if drafter_type and engine.drafting.has_head:
@@ -337,7 +338,7 @@ def files_digest(files: Iterable[Path]) -> str:
     with suppress(OSError, ValueError, KeyError, TypeError):
         return str(json.loads(record.read_bytes())["digest"])
     digest = content_digest(files)
-    hub.keep_record(record, {"digest": digest})
+    hub.try_save_record(record, {"digest": digest})
     return digest
 
 

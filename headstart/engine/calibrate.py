@@ -210,7 +210,7 @@ def _load_record(path: Path) -> tuple[Costs, bool] | None:
 
 
 def _save_record(path: Path, costs: Costs, identity: Mapping[str, Any], *, confirmed: bool) -> None:
-    hub.keep_record(path, {"costs": costs.document(), "of": identity, "confirmed": confirmed})
+    hub.try_save_record(path, {"costs": costs.document(), "of": identity, "confirmed": confirmed})
 
 
 def _holds(engine: Engine, costs: Costs) -> bool | None:

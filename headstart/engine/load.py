@@ -78,7 +78,7 @@ def find_head(trunk: Model, config: EngineConfig) -> Head | None:
     """The head that the config names, else the native one, else the shipped one of the drafter's kind, else the default
     shipped one."""
     if config.head is not None:
-        return attach_head(trunk, hub.head_path(config.head), config.drafter)
+        return attach_head(trunk, hub.resolve_head(config.head), config.drafter)
     if config.drafter == DRAFT_MODEL:
         raise no_draft_model()
     if native := native_head(trunk.family, trunk.weights, trunk.config):

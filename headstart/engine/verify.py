@@ -70,7 +70,7 @@ def verify_rejection(draft: Draft, target_probs: Any, seed: int, choice: int, po
 
 
 def _uniform(seed: int, position: int, choice: int) -> float:
-    """The number in (0, 1) that decides about the drafted token at a position."""
+    """Uniform number in (0, 1) of the accept test at a position."""
     return _uniforms(seed, choice, position // BLOCK)[position % BLOCK]
 
 

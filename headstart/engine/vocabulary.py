@@ -127,7 +127,7 @@ def find_sketch(engine: Engine, model: Model, identity: Mapping[str, Any]) -> Sk
         sketch, benchmark = builder.best(states, check_agreement=engine.synthetic is None)
     except np.linalg.LinAlgError:  # a broken head, which inspect and the server's log report
         return None
-    hub.keep_record(path, {"found": asdict(benchmark), "of": known})
+    hub.try_save_record(path, {"found": asdict(benchmark), "of": known})
     return sketch
 
 

@@ -111,8 +111,7 @@ def _own_tower(checkpoint: Checkpoint, family: Family) -> _Tower:
     canonical = vision.names.canonical
     own = {name: each for name, each in checkpoint.tensors.items() if (canonical(name) or "").startswith(PREFIX)}
     read = readable(own, checkpoint.config)
-    named = ((canonical(name), tensor) for name, tensor in read.items())
-    tensors = {name: tensor for name, tensor in named if name is not None and name.startswith(PREFIX)}
+    tensors = {name: tensor for each, tensor in read.items() if (name := canonical(each))}
     if not tensors:
         raise ModelError(f"config.json has a {vision.key}, but no file has its tensors", DOWNLOAD)
     preparation = read_json(checkpoint.path / "preprocessor_config.json")

@@ -31,8 +31,8 @@ from headstart.text.grammar_spec import GrammarSpec, ToolCalls
 from headstart.text.image_prompt import ImageProcessor
 from headstart.text.images import Image, ImageError, decode_image
 from headstart.text.infill import infill_prompt
+from headstart.text.message_fallbacks import with_functions, with_one_system, with_plain_calls
 from headstart.text.parsers import Parser, is_opened, make_parser
-from headstart.text.tool_text import with_functions, with_one_system, with_plain_calls
 
 RESERVED = frozenset({"messages", "tools", "add_generation_prompt"})
 """Template variables that chat_template_kwargs must not set."""
@@ -210,7 +210,7 @@ def _encode_messages(
 ) -> tuple[list[int], str]:
     """Token ids and text of the rendered chat template."""
     tools = body.functions
-    # of a TokenizeRequest the default is true, for texts
+    # the default of TokenizeRequest, true, is for texts: messages need the field in the request
     add_special = body.add_special_tokens and (
         isinstance(body, ChatRequest) or "add_special_tokens" in body.model_fields_set
     )

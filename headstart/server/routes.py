@@ -144,7 +144,7 @@ async def health(request: Request) -> Response:
 
 @router.get("/", include_in_schema=False)
 async def root() -> Response:
-    """200 without web pages: `ollama` asks for it before each command."""
+    """200 if no web pages are served: the `ollama` program sends HEAD / before each command."""
     return PlainTextResponse("headstart is running")
 
 

@@ -526,7 +526,7 @@ def ignored_fields_header(body: Body) -> dict[str, str]:
     extra = body.model_extra or {}
     check_refused(extra, REFUSED)
     unknown = list(dict.fromkeys([*getattr(body, "_left_out", ()), *body.unknown_members()]))
-    unknown += [name for name in extra if extra[name] is not None and name not in HARMLESS | REFUSED.keys()]
+    unknown += [name for name in extra if extra[name] is not None and name not in HARMLESS and name not in REFUSED]
     for name in unknown[:20]:
         if name not in _logged and len(_logged) < 1000:
             _logged.add(name)

@@ -22,9 +22,14 @@ CALLING: tuple[Mapping[str, Any], ...] = (
 )  # fmt: skip
 """A conversation with two calls."""
 CALLING_TEXTS = ("called", PROBE, "its result", "another")
-FOLLOWING: Mapping[str, Any] = {"role": "user", "content": "what follows"}
-"""A message of the user right after results: Claude Code sends texts beside results, and users interrupt agents."""
+CALLING_PROBES = (
+    ((*CALLING, {"role": "user", "content": "what follows"}), (*CALLING_TEXTS, "what follows")),
+    (CALLING, CALLING_TEXTS),
+)
+"""Conversations with calls, and the texts that a template must write. In the first the user speaks right after results:
+Claude Code sends texts beside results, and users interrupt agents. Templates that refuse it get the second."""
 BRIDGE: Mapping[str, Any] = {"role": "assistant", "content": "OK."}
+"""Message between results and the user, for templates that demand one of the assistant there."""
 
 
 @dataclass(frozen=True)

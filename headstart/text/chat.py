@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from headstart.errors import ModelError, UsageError
 from headstart.files import read_text
 from headstart.text import _gguf_tokenizer
-from headstart.text.call_form import CALLING, CALLING_TEXTS, FOLLOWING, PROBE, PROBE_TOOLS, CallForm
+from headstart.text.call_form import CALLING_PROBES, PROBE, PROBE_TOOLS, CallForm
 from headstart.text.tokenizer import read_config, special_tokens
 
 Message = Mapping[str, Any]
@@ -190,8 +190,7 @@ class ChatTemplate:
         """The form in which the template writes tool calls, if possible with a message of the user after their results;
         None if it does not."""
         forms = [CallForm(*each) for each in product((False, True), repeat=len(fields(CallForm)))]
-        for messages in ((*CALLING, FOLLOWING), CALLING):
-            texts = [*CALLING_TEXTS, *(each["content"] for each in messages if each is FOLLOWING)]
+        for messages, texts in CALLING_PROBES:
             fits = (each for each in forms if self._shows(self._fitting(each.applied(messages)), texts, PROBE_TOOLS))
             if form := next(fits, None):
                 return form

@@ -450,7 +450,7 @@ def test_unsupported_image_preparation_is_refused(tmp_path: Path) -> None:
     copied(published("deepseek_v41"), tmp_path)
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.4] * 3}))
     assert "image_mean is [0.4, 0.4, 0.4]" in model_at(tmp_path).no_tower
-    tower = load_vision_model("deepseek_v41", "reference").image_processor
-    assert tower
+    processor = load_vision_model("deepseek_v41", "reference").image_processor
+    assert processor
     with pytest.raises(UsageError, match="has 0 placeholders"):
-        tower.expand([5, 6], [tower.prepare(IMAGES[1])])
+        processor.expand([5, 6], [processor.prepare(IMAGES[1])])

@@ -243,24 +243,29 @@ def test_image_tiles_match_transformers() -> None:
 
 
 def test_image_grids_and_size_limits() -> None:
-    tower = load_vision_model("qwen3_vl", "reference").image_processor
-    assert tower
-    assert [tower.prepare(each).pieces[0].image.grid for each in IMAGES.values()] == [(5, 6), (2, 11), (8, 4), (2, 2)]
+    processor = load_vision_model("qwen3_vl", "reference").image_processor
+    assert processor
+    assert [processor.prepare(each).pieces[0].image.grid for each in IMAGES.values()] == [
+        (5, 6),
+        (2, 11),
+        (8, 4),
+        (2, 2),
+    ]
     with pytest.raises(ImageError, match="402 x 2 pixels, and one side may be 200 times the other"):
-        tower.prepare(random_image(1, 402, 2))
+        processor.prepare(random_image(1, 402, 2))
 
 
 def test_placeholders_are_expanded() -> None:
-    tower = load_vision_model("gemma3", "reference").image_processor
+    processor = load_vision_model("gemma3", "reference").image_processor
     tokenizer = load_vision_model("gemma3", "reference").tokenizer
-    assert tower
-    image = tower.prepare(random_image(1))
-    ids, (placed,) = tower.expand(tokenizer.encode("user\n<start_of_image>\nWhat"), [image])
+    assert processor
+    image = processor.prepare(random_image(1))
+    ids, (placed,) = processor.expand(tokenizer.encode("user\n<start_of_image>\nWhat"), [image])
     row = ids[placed.first]
     text = "user\n\n\n<start_of_image><end_of_image>\n\n\nWhat"
     assert [token for token in ids if token != row] == tokenizer.encode(text) and ids.count(row) == 16
     with pytest.raises(UsageError, match="has 1 placeholders <start_of_image> for 2 images"):
-        tower.expand(tokenizer.encode("<start_of_image>"), [image, image])
+        processor.expand(tokenizer.encode("<start_of_image>"), [image, image])
 
 
 WITHOUT = {

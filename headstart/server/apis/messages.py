@@ -30,7 +30,8 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
 }  # fmt: skip
 """Unsupported member -> values that change nothing, and what to do instead."""
 BILLING_HEADER = "x-anthropic-billing-header"
-"""Beginning of a system block of Claude Code with a hash that differs in each request, so that no prefix is cached."""
+"""First text of a system block that Claude Code sends. The block has a hash that changes with each request: in a prompt
+it would leave no cached prefix."""
 
 
 class ImageSource(schema.Body):

@@ -70,7 +70,7 @@ def run(options: InspectOptions, progress: Progress = no_progress) -> Report:
     head = options.head
     if not head and not data["drafter"] and (shipped := choose_head(shipped_heads(checkpoint))):
         head = str(shipped)
-    data["attached_head"] = describe_head(hub.head_path(head), checkpoint) if head else None
+    data["attached_head"] = describe_head(hub.resolve_head(head), checkpoint) if head else None
     if head and data["heads"]["verdict"] == "none":
         data["heads"] |= {"reason": f"{data['heads']['reason']}; a head of its own is attached", "fix": ""}
     data["deep"] = _deep(options, head, data, progress) if options.deep else None

@@ -65,7 +65,7 @@ def measured_machine(
         if noise.is_disturbed:
             note = f"{noise.reason}; these rates are too low and were not kept: measure again on an idle machine"
             return calibrate(shape.with_notes(note), measured)
-        hub.keep_record(path, measured)
+        hub.try_save_record(path, measured)
     return calibrate(shape, measured)
 
 

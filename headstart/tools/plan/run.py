@@ -49,6 +49,7 @@ class Prices:
     api: Price | None = None  # of an API for a million output tokens
 
     def dollars_per_hour(self, devices: int) -> float | None:
+        """Dollars for this number of devices; None: not known."""
         return None if self.hour is None else self.hour.dollars * devices
 
 

@@ -1,8 +1,8 @@
-"""Tools in the prompts of chat templates that have none."""
+"""Tools and later system messages in the prompts of chat templates that lack them."""
 
 from typing import Any
 
-from headstart.text.tool_text import with_functions, with_one_system, with_plain_calls
+from headstart.text.message_fallbacks import with_functions, with_one_system, with_plain_calls
 
 CALLS = [{"function": {"name": "look", "arguments": {"at": each}}} for each in ("sky", "sea")]
 TOOLS = [{"type": "function", "function": {"name": "look"}}]

@@ -1,7 +1,7 @@
-"""Messages for chat templates that know fewer kinds of them: tools become texts, in Hermes' format, and later system
-messages become texts of the user.
+"""Messages for chat templates that lack tools, or take one system message only.
 
-Such templates may take one system message, and then user and assistant in turns.
+Functions, calls and results become texts in Hermes' format. Later system messages become texts of the user. The roles
+then fit templates that take one system message, and user and assistant in turns.
 """
 
 import json
